@@ -1,0 +1,144 @@
+"""Reading and writing artifacts: atomic writes, checked reads, the versions that made a file.
+
+A stage never leaves a half-written artifact: it writes below ``data/.partial`` and renames when complete. The partial
+name carries the process id, so a stage that outlives a killed ``dvc repro`` cannot mix its bytes with its successor's.
+"""
+
+import importlib.metadata
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from stages.errors import UserError
+from stages.schemas import Schema
+
+PARTIAL = Path("data/.partial")
+VERSIONED = ("torch", "transformers", "tokenizers", "datasets", "lm-eval", "pyarrow", "numpy")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path on the same file system; on success it replaces `path` (a file or a folder).
+
+    On any exception what was written is removed and `path` stays as it was.
+    """
+    name = "+".join(path.parts)
+    PARTIAL.mkdir(parents=True, exist_ok=True)
+    for left in PARTIAL.glob(f"{name}.*"):
+        if not _alive(left.suffix[1:]):
+            _remove(left)
+    partial = PARTIAL / f"{name}.{os.getpid()}"
+    try:
+        yield partial
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            shutil.rmtree(path)
+        partial.replace(path)
+    finally:
+        _remove(partial)
+
+
+def _alive(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, ValueError):
+        pass
+    return True
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def versions() -> dict[str, str]:
+    """Versions of the installed libraries that can change a number."""
+    found = {}
+    for name in VERSIONED:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write_table(path: Path, frame: pd.DataFrame, schema: Schema) -> None:
+    """Write `frame` as Parquet with exactly the columns and types of `schema`, library versions in the metadata.
+
+    Raises ValueError when a column is missing, extra, or holds a null that the schema forbids.
+    """
+    extra = set(frame.columns) - set(schema.names)
+    if extra:
+        raise ValueError(f"{path}: columns {sorted(extra)} are not in the schema")
+    table = pa.Table.from_pandas(frame, schema=schema.arrow(), preserve_index=False, safe=True)
+    for field in table.schema:
+        if not field.nullable and table.column(field.name).null_count:
+            raise ValueError(f"{path}: column {field.name} has nulls")
+    metadata = {"versions": json.dumps(versions(), sort_keys=True)}
+    with writing(path) as partial:
+        pq.write_table(table.replace_schema_metadata(metadata), partial)
+
+
+def read_table(path: Path, schema: Schema) -> pd.DataFrame:
+    """Read a Parquet artifact and check its columns.
+
+    Raises UserError naming the file when it is missing, cannot be read, or has other columns than `schema`.
+    """
+    require(path)
+    try:
+        table = pq.read_table(path, partitioning=None)
+    except (pa.ArrowException, OSError) as error:
+        raise corrupted(path, error) from error
+    wanted = schema.arrow()
+    if not table.schema.equals(wanted, check_metadata=False):
+        raise UserError(
+            f"{path}: has columns {table.schema.names} of types {[str(t) for t in table.schema.types]}, expected "
+            f"{wanted.names} of types {[str(t) for t in wanted.types]}; it was written by another version: "
+            f"delete it and run `dvc repro`"
+        )
+    return table.to_pandas()
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` as indented JSON with sorted keys; NaN and infinity raise ValueError."""
+    text = json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    with writing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON artifact; UserError naming the file when it is missing or not a JSON object."""
+    require(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise corrupted(path, error) from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: holds a {type(content).__name__}, expected a JSON object; {REMEDY}")
+    return content
+
+
+REMEDY = "delete it and run `dvc repro`, which restores or recomputes it"
+
+
+def require(path: Path) -> None:
+    """Raise UserError when an artifact that an earlier stage writes is not there."""
+    if not path.exists():
+        raise UserError(f"{path}: not found; `dvc repro` writes it, `dvc pull` fetches it from a shared cache")
+
+
+def corrupted(path: Path, error: Exception) -> UserError:
+    """The error for an artifact that cannot be read."""
+    return UserError(f"{path}: cannot be read ({str(error).splitlines()[0]}); {REMEDY}")

@@ -1,0 +1,280 @@
+"""``params.yaml``: its schema, and the checks every stage makes before it loads anything.
+
+A stage's DVC ``params`` name only the keys it uses; all of the file is checked all the same, so that a misspelt key or
+an unknown name stops the first stage that runs, not the one that would need it an hour later.
+"""
+
+import ast
+import difflib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from stages.errors import UserError
+from stages.keys import DENSE, Row
+
+PARAMS = Path("params.yaml")
+ROOT = Path(__file__).parent
+SLUG = re.compile(r"[a-z0-9][a-z0-9_.]*(-[a-z0-9_.]+)*")
+
+
+class Section(BaseModel):
+    """A mapping in params.yaml: unknown keys and wrong types are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Grid(Section):
+    """The lists whose product is the rows of the tables."""
+
+    models: list[str] = Field(min_length=1)
+    criteria: list[str]
+    n: list[int] = Field(description="numbers of removed layers")
+    operators: list[str]
+    tasks: list[str]
+
+
+class Model(Section):
+    """Where a model comes from: exactly one of `gguf` (a file), `path` (a checkpoint folder) and `id` (the Hub)."""
+
+    gguf: str | None = None
+    path: str | None = None
+    id: str | None = None
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    trust_remote_code: bool = False
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        given = [name for name in ("gguf", "path", "id") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"exactly one of gguf, path, id must be given, found {given or 'none'}")
+        if (self.revision is not None) != (self.id is not None):
+            raise ValueError("`revision` (a commit of 40 hex digits) goes with `id`, and only with it")
+        if self.revision is not None and not re.fullmatch(r"[0-9a-f]{40}", self.revision):
+            raise ValueError(f"revision {self.revision!r} is not a commit of 40 hex digits; a branch or tag can move")
+        return self
+
+
+class Corpus(Section):
+    """A text: a file, or a folder whose files are read in name order.
+
+    `format` says how a file splits into documents; `documents` then takes a range of those that have at least
+    `min_characters` characters.
+    """
+
+    path: str
+    format: Literal["text", "wikiextractor", "parquet"]
+    column: str | None = Field(default=None, description="text column of a Parquet file")
+    min_characters: int = Field(default=0, ge=0)
+    documents: tuple[int, int | None] = (0, None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _range(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(data.get("documents"), list):
+            return {**data, "documents": tuple(data["documents"])}
+        return data
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        first, end = self.documents
+        if first < 0 or (end is not None and end <= first):
+            raise ValueError(f"documents {list(self.documents)} must be [first, end) with 0 <= first < end")
+        if (self.column is not None) != (self.format == "parquet"):
+            raise ValueError("`column` goes with format parquet, and only with it")
+        return self
+
+    @property
+    def source(self) -> str:
+        """The text's origin in one string, for the tables."""
+        first, end = self.documents
+        part = "" if (first, end) == (0, None) else f"[{first}:{'' if end is None else end}]"
+        return f"{self.path}{part}"
+
+
+class CalibrationText(Section):
+    """The calibration sequences: windows of one corpus' token stream."""
+
+    corpus: str
+    sequences: int = Field(ge=1)
+    seqlen: int = Field(ge=2)
+    seed: int | None = Field(description="seed of the choice of windows; null takes the first ones in order")
+
+
+class PerplexityText(Section):
+    """The perplexity corpora: non-overlapping windows of each corpus' token stream."""
+
+    corpora: list[str]
+    seqlen: int = Field(ge=2)
+    windows: int | None = Field(ge=1, description="the first so many windows of each corpus; null takes all")
+
+
+class Text(Section):
+    """Everything that becomes token ids."""
+
+    bos: Literal["once", "every-window"]
+    calibration: CalibrationText
+    perplexity: PerplexityText
+
+
+class Collect(Section):
+    """What the statistics are kept for: each removed run, or each removed layer as well."""
+
+    boundary: Literal["run", "layer"]
+
+
+class EvalAcc(Section):
+    """Settings of lm-evaluation-harness."""
+
+    limit: int | None = Field(ge=1, description="the first so many questions of each task; null asks all")
+    batch_size: int = Field(ge=1)
+
+
+class Params(Section):
+    """All of params.yaml."""
+
+    grid: Grid
+    assets: list[str]
+    models: dict[str, Model]
+    corpora: dict[str, Corpus]
+    text: Text
+    select: dict[str, dict[str, Any]]
+    collect: Collect
+    solve: dict[str, dict[str, Any]]
+    eval_acc: EvalAcc
+
+    def rows(self) -> list[Row]:
+        """The rows of the tables in the order of params.yaml: per model the dense one, then n, criterion, operator."""
+        rows = []
+        for model in self.grid.models:
+            rows.append(Row(model))
+            for n in self.grid.n:
+                for criterion in self.grid.criteria:
+                    rows += [Row(model, criterion, n, operator) for operator in self.grid.operators]
+        return rows
+
+
+def load(path: Path = PARAMS) -> Params:
+    """Read and check params.yaml. Raises UserError naming the key, its value and what is allowed."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: not found in {Path.cwd()}; run from the project's folder") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: must hold a mapping of sections, found {type(content).__name__}")
+    try:
+        params = Params.model_validate(content)
+    except ValidationError as error:
+        raise UserError("\n       ".join(_explain(path, content, item) for item in error.errors())) from error
+    _check_grid(path, params)
+    _check_text(path, params)
+    return params
+
+
+def available(package: str) -> list[str]:
+    """Names of the criteria or operators: the modules of ``stages/criteria`` or ``stages/operators``."""
+    return sorted(file.stem for file in (ROOT / package).glob("*.py") if not file.stem.startswith("_"))
+
+
+def options(package: str, name: str, function: str) -> set[str]:
+    """Keyword-only parameters of a criterion's or operator's function, read without importing its libraries."""
+    module = ast.parse((ROOT / package / f"{name}.py").read_text(encoding="utf-8"))
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef) and node.name == function:
+            return {argument.arg for argument in node.args.kwonlyargs}
+    raise UserError(f"stages/{package}/{name}.py: defines no function `{function}`")
+
+
+def _explain(path: Path, content: dict[str, Any], item: Any) -> str:
+    key = ".".join(str(part) for part in item["loc"])
+    kind, message = item["type"], item["msg"].removeprefix("Value error, ")
+    if kind == "extra_forbidden":
+        section, model = _section(content, item["loc"])
+        near = difflib.get_close_matches(str(item["loc"][-1]), model, n=1)
+        return f"{path}: {key}: unknown key{_did_you_mean(near)}; {section} knows {', '.join(model)}"
+    if kind == "missing":
+        return f"{path}: {key}: missing"
+    return f"{path}: {key} = {item['input']!r}: {message}"
+
+
+def _section(content: dict[str, Any], location: tuple[Any, ...]) -> tuple[str, list[str]]:
+    """Name and known keys of the section that an unknown key lies in."""
+    model: Any = Params
+    for part in location[:-1]:
+        annotation = model.model_fields[part].annotation if hasattr(model, "model_fields") else model
+        while getattr(annotation, "__args__", None) and not hasattr(annotation, "model_fields"):
+            annotation = annotation.__args__[-1]
+        model = annotation
+    return ".".join(map(str, location[:-1])) or "the file", list(getattr(model, "model_fields", {}))
+
+
+def _did_you_mean(near: list[str]) -> str:
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def check_name(where: str, name: str, known: Iterable[str]) -> None:
+    """Raise UserError when `name`, set at `where`, is not among `known`."""
+    known = list(known)
+    if name not in known:
+        near = _did_you_mean(difflib.get_close_matches(name, known, n=1))
+        raise UserError(f"{where}: {name!r} is unknown{near}; available: {', '.join(known) or 'none'}")
+
+
+def _check_grid(path: Path, params: Params) -> None:
+    for axis, values in params.grid.model_dump().items():
+        for value in values:
+            if values.count(value) > 1:
+                raise UserError(f"{path}: grid.{axis}: {value!r} is listed twice")
+            if isinstance(value, str) and not SLUG.fullmatch(value):
+                raise UserError(
+                    f"{path}: grid.{axis}: {value!r} cannot name a file; use lower-case letters, digits, `_`, `.`, `-`"
+                )
+    for n in params.grid.n:
+        if n < 1:
+            raise UserError(f"{path}: grid.n: {n} layers cannot be removed; n is at least 1 (the dense row is implied)")
+    for model in params.grid.models:
+        check_name(f"{path}: grid.models", model, params.models)
+    sections = (
+        ("criteria", params.grid.criteria, "select", params.select, "choose"),
+        ("operators", params.grid.operators, "solve", params.solve, "solve"),
+    )
+    for package, names, key, section, function in sections:
+        for name in names:
+            check_name(f"{path}: grid.{package}", name, available(package))
+            if name not in section:
+                raise UserError(f"{path}: {key}.{name}: missing; give its options, or {{}} if it has none")
+        for name, given in section.items():
+            check_name(f"{path}: {key}", name, available(package))
+            known = options(package, name, function)
+            if package == "criteria":
+                known |= {"protect_first", "protect_last"}
+                _check_protected(path, name, given)
+            for option in given:
+                check_name(f"{path}: {key}.{name}", option, sorted(known))
+    if DENSE in params.grid.criteria:
+        raise UserError(f"{path}: grid.criteria: {DENSE!r} is the name of the unpruned row")
+
+
+def _check_protected(path: Path, criterion: str, given: dict[str, Any]) -> None:
+    for option in ("protect_first", "protect_last"):
+        value = given.get(option)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise UserError(f"{path}: select.{criterion}.{option} = {value!r}: must be given, a whole number from 0")
+
+
+def _check_text(path: Path, params: Params) -> None:
+    check_name(f"{path}: text.calibration.corpus", params.text.calibration.corpus, params.corpora)
+    for corpus in params.text.perplexity.corpora:
+        check_name(f"{path}: text.perplexity.corpora", corpus, params.corpora)
+        if not SLUG.fullmatch(corpus) or corpus in ("calibration", "perplexity"):
+            raise UserError(
+                f"{path}: text.perplexity.corpora: {corpus!r} cannot name a file; use lower-case letters, digits, "
+                f"`_`, `.`, `-`, and neither `calibration` nor `perplexity`"
+            )

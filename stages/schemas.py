@@ -1,0 +1,157 @@
+"""Columns of every Parquet artifact: name, type, meaning. The one place that documents them.
+
+Every table can be joined with every other on the columns they share, without parsing a file's name.
+"""
+
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its name, Arrow type, meaning, and whether it may hold nulls."""
+
+    name: str
+    type: pa.DataType
+    meaning: str
+    nullable: bool = False
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The columns of one kind of Parquet artifact, in order."""
+
+    columns: tuple[Column, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """Column names in order."""
+        return [column.name for column in self.columns]
+
+    def arrow(self) -> pa.Schema:
+        """The Arrow schema that the file must have."""
+        return pa.schema([pa.field(c.name, c.type, c.nullable) for c in self.columns])
+
+
+MODEL = Column("model", pa.string(), "the model's name in params.yaml")
+CRITERION = Column("criterion", pa.string(), "selection criterion; `none` for the dense row")
+N = Column("n", pa.int64(), "number of removed decoder layers; 0 for the dense row")
+OPERATOR = Column("operator", pa.string(), "recovery operator; `none` for the dense row")
+ROW = (MODEL, CRITERION, N, OPERATOR)
+
+DTYPE = Column("dtype", pa.string(), "dtype of the weights and of the forward pass")
+CALIBRATION = Column(
+    "calibration",
+    pa.string(),
+    "calibration text: <corpus>:<sequences>x<seqlen>:seed<seed>:<first 8 hex digits of the SHA-256 of the token ids>; "
+    "null for the dense row, which needs none",
+    nullable=True,
+)
+SEQLEN = Column("seqlen", pa.int64(), "tokens in one sequence or window")
+CORPUS = Column("corpus", pa.string(), "the corpus' name in params.yaml")
+SOURCE = Column("source", pa.string(), "where the corpus' text comes from: file or data set, split, and part")
+BOS = Column("bos", pa.string(), "`once`: special tokens at the start of the stream; `every-window`: in each window")
+SEQUENCE = Column("sequence", pa.int64(), "number of the sequence, from 0")
+INPUT_IDS = Column("input_ids", pa.list_(pa.int32()), "token ids of the sequence")
+START = Column("start", pa.int64(), "index of the residual state h_start, the input of layer `start`")
+END = Column("end", pa.int64(), "index of the residual state h_end; the layers start..end-1 lie between the two")
+TOKENS = Column("tokens", pa.int64(), "number of tokens that the mean or the sum is over")
+
+GRID = Schema((*ROW, Column("key", pa.string(), "the row's key in file names")))
+
+CALIBRATION_TEXT = Schema(
+    (MODEL, CORPUS, SOURCE, BOS, SEQLEN, Column("calibration", pa.string(), CALIBRATION.meaning), SEQUENCE, INPUT_IDS)
+)
+
+CORPUS_TEXT = Schema((MODEL, CORPUS, SOURCE, BOS, SEQLEN, SEQUENCE, INPUT_IDS))
+
+SCORE = Schema(
+    (
+        MODEL,
+        DTYPE,
+        CALIBRATION,
+        SEQLEN,
+        START,
+        END,
+        Column("cosine", pa.float64(), "mean over tokens of cos(h_start, h_end)"),
+        Column("angular", pa.float64(), "mean over tokens of arccos(cos(h_start, h_end)) / pi, in [0, 1]"),
+        TOKENS,
+    )
+)
+
+SELECT = Schema(
+    (
+        MODEL,
+        CRITERION,
+        N,
+        DTYPE,
+        CALIBRATION,
+        Column("layer", pa.int64(), "index of a removed decoder layer, from 0"),
+        Column("layers", pa.int64(), "number of decoder layers of the dense model"),
+    )
+)
+
+SOLVE = Schema(
+    (
+        *ROW,
+        DTYPE,
+        CALIBRATION,
+        START,
+        END,
+        TOKENS,
+        Column("boundary", pa.string(), "`run`: one operator per removed run; `layer`: a product of one per layer"),
+        Column("residual_before", pa.float64(), "||X_pre - X_post||^2 / ||X_post||^2 (Frobenius), no operator"),
+        Column("residual_after", pa.float64(), "||X_pre W - X_post||^2 / ||X_post||^2 (Frobenius), with the operator W"),
+        Column(
+            "antisymmetric_share",
+            pa.float64(),
+            "||M - M^T||_F / (2 ||M||_F) of M = W - I; null where M = 0",
+            nullable=True,
+        ),
+        Column("condition", pa.float64(), "condition number of the Gram matrix X_pre^T X_pre; infinite if singular"),
+        Column("options", pa.string(), "the operator's options as JSON"),
+    )
+)
+
+EVAL_PPL = Schema(
+    (
+        *ROW,
+        DTYPE,
+        CALIBRATION,
+        CORPUS,
+        SOURCE,
+        BOS,
+        SEQLEN,
+        Column("window", pa.int64(), "number of the window, from 0"),
+        Column("tokens", pa.int64(), "number of predicted tokens in the window"),
+        Column("nll", pa.float64(), "sum of the predicted tokens' negative log-likelihoods, nats"),
+        Column("parameters", pa.int64(), "parameters of the evaluated model, operators included, tied ones once"),
+        Column("operator_parameters", pa.int64(), "parameters of its boundary operators alone"),
+    )
+)
+
+EVAL_ACC = Schema(
+    (
+        *ROW,
+        DTYPE,
+        CALIBRATION,
+        Column("task", pa.string(), "lm-evaluation-harness task"),
+        Column("version", pa.string(), "the task's version"),
+        Column("source", pa.string(), "where the task's questions come from: data set, config, split"),
+        Column("limit", pa.int64(), "at most this many questions were asked; null if all", nullable=True),
+        Column("available", pa.int64(), "questions in the evaluated split"),
+        Column("num_fewshot", pa.int64(), "solved examples before each question"),
+        Column("batch_size", pa.int64(), "requests forwarded together"),
+        Column("question", pa.int64(), "number of the question in the split, from 0"),
+        Column("answer", pa.int64(), "index of the right choice"),
+        Column("loglikelihoods", pa.list_(pa.float64()), "log-likelihood of every choice, nats, in the task's order"),
+        Column("correct", pa.bool_(), "whether the most likely choice is the right one (the metric acc)"),
+        Column(
+            "correct_norm",
+            pa.bool_(),
+            "the same with log-likelihoods divided by the choices' length (acc_norm); null where the task has none",
+            nullable=True,
+        ),
+    )
+)
