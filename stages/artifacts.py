@@ -30,7 +30,7 @@ def writing(path: Path) -> Iterator[Path]:
 
     On any exception what was written is removed and `path` stays as it was.
     """
-    name = "+".join(path.parts)
+    name = path.as_posix().replace("/", "+")
     PARTIAL.mkdir(parents=True, exist_ok=True)
     for left in PARTIAL.glob(f"{name}.*"):
         if not _alive(left.suffix[1:]):
@@ -83,9 +83,6 @@ def write_table(path: Path, frame: pd.DataFrame, schema: Schema) -> None:
     if extra:
         raise ValueError(f"{path}: columns {sorted(extra)} are not in the schema")
     table = pa.Table.from_pandas(frame, schema=schema.arrow(), preserve_index=False, safe=True)
-    for field in table.schema:
-        if not field.nullable and table.column(field.name).null_count:
-            raise ValueError(f"{path}: column {field.name} has nulls")
     metadata = {"versions": json.dumps(versions(), sort_keys=True)}
     with writing(path) as partial:
         pq.write_table(table.replace_schema_metadata(metadata), partial)
@@ -108,7 +105,8 @@ def read_table(path: Path, schema: Schema) -> pd.DataFrame:
             f"{wanted.names} of types {[str(t) for t in wanted.types]}; it was written by another version: "
             f"delete it and run `dvc repro`"
         )
-    return table.to_pandas()
+    frame: pd.DataFrame = table.to_pandas()
+    return frame
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

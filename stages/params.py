@@ -9,7 +9,7 @@ import difflib
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -63,12 +63,13 @@ class Model(Section):
 class Corpus(Section):
     """A text: a file, or a folder whose files are read in name order.
 
-    `format` says how a file splits into documents; `documents` then takes a range of those that have at least
+    `format` says how a file splits into documents: `text`, not at all; `lines`, one a line; `wikiextractor`, one a
+    ``<doc>`` element; `parquet`, one a row of `column`. `documents` then takes a range of those that have at least
     `min_characters` characters.
     """
 
     path: str
-    format: Literal["text", "wikiextractor", "parquet"]
+    format: Literal["text", "lines", "wikiextractor", "parquet"]
     column: str | None = Field(default=None, description="text column of a Parquet file")
     min_characters: int = Field(default=0, ge=0)
     documents: tuple[int, int | None] = (0, None)
@@ -172,7 +173,7 @@ def load(path: Path = PARAMS) -> Params:
     try:
         params = Params.model_validate(content)
     except ValidationError as error:
-        raise UserError("\n       ".join(_explain(path, content, item) for item in error.errors())) from error
+        raise UserError("\n       ".join(_explain(path, item) for item in error.errors())) from error
     _check_grid(path, params)
     _check_text(path, params)
     return params
@@ -192,27 +193,25 @@ def options(package: str, name: str, function: str) -> set[str]:
     raise UserError(f"stages/{package}/{name}.py: defines no function `{function}`")
 
 
-def _explain(path: Path, content: dict[str, Any], item: Any) -> str:
+def _explain(path: Path, item: Any) -> str:
     key = ".".join(str(part) for part in item["loc"])
     kind, message = item["type"], item["msg"].removeprefix("Value error, ")
     if kind == "extra_forbidden":
-        section, model = _section(content, item["loc"])
-        near = difflib.get_close_matches(str(item["loc"][-1]), model, n=1)
-        return f"{path}: {key}: unknown key{_did_you_mean(near)}; {section} knows {', '.join(model)}"
+        section, known = _section(item["loc"])
+        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
+        return f"{path}: {key}: unknown key{_did_you_mean(near)}; {section} knows {', '.join(known)}"
     if kind == "missing":
         return f"{path}: {key}: missing"
     return f"{path}: {key} = {item['input']!r}: {message}"
 
 
-def _section(content: dict[str, Any], location: tuple[Any, ...]) -> tuple[str, list[str]]:
+def _section(location: tuple[Any, ...]) -> tuple[str, list[str]]:
     """Name and known keys of the section that an unknown key lies in."""
-    model: Any = Params
+    section: Any = Params
     for part in location[:-1]:
-        annotation = model.model_fields[part].annotation if hasattr(model, "model_fields") else model
-        while getattr(annotation, "__args__", None) and not hasattr(annotation, "model_fields"):
-            annotation = annotation.__args__[-1]
-        model = annotation
-    return ".".join(map(str, location[:-1])) or "the file", list(getattr(model, "model_fields", {}))
+        # A mapping's annotation, dict[str, Model], stands for each of its values.
+        section = section.model_fields[part].annotation if hasattr(section, "model_fields") else get_args(section)[-1]
+    return ".".join(map(str, location[:-1])) or "the file", list(section.model_fields)
 
 
 def _did_you_mean(near: list[str]) -> str:

@@ -102,7 +102,7 @@ SOLVE = Schema(
         TOKENS,
         Column("boundary", pa.string(), "`run`: one operator per removed run; `layer`: a product of one per layer"),
         Column("residual_before", pa.float64(), "||X_pre - X_post||^2 / ||X_post||^2 (Frobenius), no operator"),
-        Column("residual_after", pa.float64(), "||X_pre W - X_post||^2 / ||X_post||^2 (Frobenius), with the operator W"),
+        Column("residual_after", pa.float64(), "||X_pre W - X_post||^2 / ||X_post||^2 (Frobenius), with operator W"),
         Column(
             "antisymmetric_share",
             pa.float64(),

@@ -1,1 +1,13 @@
-def choose(scores, n, allowed): pass
+"""ShortGPT: the layers that change the residual stream least, wherever they are."""
+
+import pandas as pd
+
+
+def choose(scores: pd.DataFrame, n: int, allowed: range) -> list[int]:
+    """The n layers i of `allowed` with the lowest Block Influence 1 - cos(h_i, h_{i+1}); ties go to the lower i.
+
+    ShortGPT (arXiv 2403.03853).
+    """
+    single = scores[(scores["end"] - scores["start"] == 1) & scores["start"].isin(allowed)]
+    influence = (1 - single.set_index("start")["cosine"]).sort_index()
+    return sorted(int(layer) for layer in influence.sort_values(kind="stable").index[:n])

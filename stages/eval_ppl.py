@@ -1,0 +1,98 @@
+"""Stage `eval_ppl`: the negative log-likelihood of every window of every perplexity corpus, for one row.
+
+Reads ``data/text/<model>/perplexity.json`` and the corpora it lists, the model, and unless the row is the dense one
+its adapter. Writes ``data/eval_ppl/<key>.parquet``.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import pandas as pd
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from stages import params
+from stages.artifacts import read_json, read_table, require, write_table
+from stages.batches import batches
+from stages.device import batch_tokens, forward_device
+from stages.errors import UserError, run
+from stages.keys import parse_row
+from stages.patched import BoundaryOperator, load_row
+from stages.paths import corpora_index, corpus_file, perplexity_file
+from stages.schemas import CORPUS_TEXT, EVAL_PPL
+
+
+def main() -> None:
+    """Run the stage for one row."""
+    row, _ = parse_row(__doc__)
+    settings = params.load()
+    params.check_name("params.yaml: models", row.model, settings.models)
+    corpora = read_corpora(row.model)
+    model, calibration = load_row(row, settings)
+    operators = [module for module in model.modules() if isinstance(module, BoundaryOperator)]
+    frames = []
+    for corpus, text in corpora.items():
+        nll = window_nll(model, text["input_ids"].tolist(), batch_tokens(), corpus)
+        frame = text[["corpus", "source", "bos", "seqlen"]].assign(
+            window=text["sequence"], tokens=text["input_ids"].map(len) - 1, nll=nll
+        )
+        frames.append(frame)
+    table = pd.concat(frames, ignore_index=True).assign(
+        **row.columns(),
+        dtype=settings.models[row.model].dtype,
+        calibration=calibration,
+        parameters=model.num_parameters(),
+        operator_parameters=sum(operator.change.numel() for operator in operators),
+    )
+    write_table(perplexity_file(row), table, EVAL_PPL)
+
+
+def read_corpora(model: str) -> dict[str, pd.DataFrame]:
+    """The windows of every corpus in the index, columns of ``stages.schemas.CORPUS_TEXT``.
+
+    Raises UserError when a corpus' file is not the one that the index lists.
+    """
+    found = {}
+    for corpus, known in read_json(corpora_index(model))["corpora"].items():
+        file = corpus_file(model, corpus)
+        require(file)
+        if hashlib.sha256(file.read_bytes()).hexdigest() != known["sha256"]:
+            raise UserError(f"{file}: is not the file listed in {corpora_index(model)}; run `dvc checkout`")
+        found[corpus] = read_table(file, CORPUS_TEXT)
+    if not found:
+        raise UserError("params.yaml: text.perplexity.corpora: empty; name at least one corpus")
+    return found
+
+
+@torch.no_grad()
+def window_nll(model: PreTrainedModel, windows: Sequence[Sequence[int]], tokens: int, corpus: str) -> list[float]:
+    """Sum of the negative log-likelihoods of tokens 1.. of each window given those before, nats.
+
+    One forward pass per batch of at most `tokens` tokens. Raises UserError, naming corpus and window, when a sum is
+    not finite.
+    """
+    sums: list[float] = []
+    for ids in tqdm(list(batches(windows, tokens, forward_device())), desc=corpus, leave=False):
+        sums += sequence_nll(model(input_ids=ids, use_cache=False).logits, ids).tolist()
+    for window, nll in enumerate(sums):
+        if not torch.isfinite(torch.tensor(nll)):
+            raise UserError(f"corpus {corpus}, window {window}: the negative log-likelihood is {nll}")
+    return sums
+
+
+def sequence_nll(logits: Tensor, ids: Tensor) -> Tensor:
+    """Per sequence the summed negative log-likelihood of ids[:, 1:] under logits[:, :-1], nats, float64 [batch].
+
+    `logits` is [batch, tokens, vocabulary], `ids` [batch, tokens]. Log-softmax in float32, the sum in float64.
+    """
+    sums = [
+        torch.nn.functional.cross_entropy(row[:-1].float(), target[1:], reduction="none").cpu().double().sum()
+        for row, target in zip(logits, ids, strict=True)
+    ]
+    return torch.stack(sums)
+
+
+if __name__ == "__main__":
+    run(main)

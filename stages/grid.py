@@ -1,0 +1,59 @@
+"""Stage `grid`: the rows that ``params.yaml`` declares, and nothing else in the folders that the report reads.
+
+DVC can only depend on a whole folder where the number of files varies. So that results of rows no longer declared
+neither change the report's dependencies nor differ between two people's folders, this stage takes them out of
+``data/eval_ppl`` and ``data/eval_acc``; DVC's cache keeps them, and brings them back when they are declared again.
+Writes ``data/grid.parquet``.
+"""
+
+from pathlib import Path
+
+import pandas as pd
+
+from stages import params
+from stages.artifacts import write_table
+from stages.errors import run
+from stages.params import Params
+from stages.paths import (
+    DATA,
+    GRID,
+    accuracy_file,
+    diagnostics_file,
+    perplexity_file,
+    score_file,
+    select_file,
+    solve_file,
+)
+from stages.schemas import GRID as SCHEMA
+
+REPORTED = ("score", "select", "solve", "eval_ppl", "eval_acc")
+"""Folders of `data` that the report depends on as a whole."""
+
+
+def main() -> None:
+    """Run the stage."""
+    settings = params.load()
+    rows = settings.rows()
+    for folder, declared in files(settings).items():
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in sorted(set(folder.iterdir()) - declared):
+            file.unlink()
+    write_table(GRID, pd.DataFrame([{**row.columns(), "key": row.key} for row in rows]), SCHEMA)
+
+
+def files(settings: Params) -> dict[Path, set[Path]]:
+    """Per folder that the report reads, the files that the declared rows have there."""
+    rows = settings.rows()
+    found: dict[Path, set[Path]] = {DATA / name: set() for name in REPORTED}
+    for row in rows:
+        declared = [score_file(row.model), perplexity_file(row)]
+        declared += [accuracy_file(row, task) for task in settings.grid.tasks]
+        if not row.dense:
+            declared += [select_file(row), solve_file(row), diagnostics_file(row)]
+        for file in declared:
+            found[file.parent].add(file)
+    return found
+
+
+if __name__ == "__main__":
+    run(main)

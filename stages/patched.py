@@ -1,0 +1,151 @@
+"""The recovered model: a base model without the removed layers, a boundary operator at each cut.
+
+An adapter is a folder: ``adapter.json`` says what it is and which base it fits, ``operators.safetensors`` holds the
+operators. :func:`load_patched` puts it on a base model; the result is still the ordinary model class.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from stages.artifacts import read_json, write_json, writing
+from stages.boundaries import Segment, runs
+from stages.checkpoint import load_model
+from stages.decoder import decoder_layers, remove_layers
+from stages.errors import UserError
+from stages.keys import Row
+from stages.params import Params
+from stages.paths import patch_folder
+from stages.tensors import read_tensors, write_tensors
+
+FORMAT = 1
+DESCRIPTION = "adapter.json"
+OPERATORS = "operators.safetensors"
+
+
+class BoundaryOperator(nn.Module):
+    """x -> x + x M on the residual stream, for the operator W = I + M.
+
+    Kept as M, so that in half precision the states themselves are not rounded by a product. Starts as M = 0: a
+    checkpoint that lacks it leaves the model pruned, not random.
+    """
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.change = nn.Parameter(torch.zeros(channels, channels))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Apply the operator to states of shape [..., C]."""
+        return hidden_states + hidden_states @ self.change
+
+
+def patch_model(model: PreTrainedModel, removed: list[int], changes: Mapping[Segment, Tensor]) -> None:
+    """Remove layers in place and put the operators in, given as M = W - I, [C, C], by the removed run they bridge.
+
+    An operator is applied to the input of the layer after the cut, or, where none is left after it, to the output of
+    the last layer, before the final norm. Raises ValueError when an operator's run is not one of the removed runs.
+    """
+    unknown = set(changes) - set(runs(removed))
+    if unknown:
+        raise ValueError(f"operators for {sorted(unknown)}, which are no removed runs of {removed}")
+    if removed:
+        remove_layers(model, removed)
+    layers = decoder_layers(model)
+    for segment, change in changes.items():
+        operator = BoundaryOperator(len(change))
+        operator.change.data = change
+        following = segment.end - sum(layer < segment.end for layer in removed)
+        layer = layers[min(following, len(layers) - 1)]
+        near = next(layer.parameters())
+        operator.to(device=near.device, dtype=near.dtype)
+        if following < len(layers):
+            layer.boundary_before = operator
+            layer.register_forward_pre_hook(_before, with_kwargs=True)
+        else:
+            layer.boundary_after = operator
+            layer.register_forward_hook(_after)
+
+
+def _before(layer: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+    operator = layer.get_submodule("boundary_before")
+    if positional:
+        return (operator(positional[0]), *positional[1:]), named
+    return positional, {**named, "hidden_states": operator(named["hidden_states"])}
+
+
+def _after(layer: nn.Module, _positional: tuple[Any, ...], output: Tensor) -> Tensor:
+    changed: Tensor = layer.get_submodule("boundary_after")(output)
+    return changed
+
+
+def write_adapter(folder: Path, description: dict[str, Any], operators: Mapping[Segment, Tensor]) -> None:
+    """Write an adapter: `description` without its format version, and the operators W, float64 [C, C]."""
+    changes = {
+        segment.name: (matrix - torch.eye(len(matrix), dtype=matrix.dtype)).float()
+        for segment, matrix in operators.items()
+    }
+    with writing(folder) as partial:
+        partial.mkdir()
+        write_tensors(partial / OPERATORS, changes)
+        write_json(partial / DESCRIPTION, {**description, "format_version": FORMAT})
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """An adapter's description. Raises UserError when it is missing, damaged, or of a newer format."""
+    description = read_json(folder / DESCRIPTION)
+    version = description.get("format_version")
+    if version != FORMAT:
+        raise UserError(f"{folder / DESCRIPTION}: format_version {version!r}; this version reads {FORMAT}")
+    return description
+
+
+def load_patched(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Put the adapter in `folder` on `base`, in place, and return it.
+
+    Raises UserError when the adapter is damaged, or does not fit the base's architecture, layers or hidden size.
+    """
+    description = read_description(folder)
+    tensors, _ = read_tensors(folder / OPERATORS)
+    found = base_shape(base)
+    for name, value in found.items():
+        if description["base"].get(name) != value:
+            wanted = description["base"].get(name)
+            raise UserError(f"{folder}: made for a model with {name} {wanted!r}, the base has {value!r}")
+    size = found["hidden_size"]
+    wanted_names = {f"{start}-{end}" for start, end in description["boundaries"]} if description["operators"] else set()
+    if set(tensors) != wanted_names:
+        raise UserError(f"{folder / OPERATORS}: has tensors {sorted(tensors)}, expected {sorted(wanted_names)}")
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != (size, size) or not torch.isfinite(tensor).all():
+            raise UserError(f"{folder / OPERATORS}: {name} is not a finite [{size}, {size}] matrix")
+    patch_model(base, description["removed_layers"], {Segment.parse(name): t for name, t in tensors.items()})
+    return base
+
+
+def base_shape(model: PreTrainedModel) -> dict[str, Any]:
+    """What an adapter's base must agree in: architecture, number of decoder layers, hidden size."""
+    config = model.config
+    return {
+        "model_type": config.model_type,
+        "num_hidden_layers": len(decoder_layers(model)),
+        "hidden_size": config.hidden_size,
+    }
+
+
+class LoadedRow(NamedTuple):
+    """A row's model, ready to evaluate, and the id of the calibration text it was made with (None: dense)."""
+
+    model: PreTrainedModel
+    calibration: str | None
+
+
+def load_row(row: Row, settings: Params) -> LoadedRow:
+    """Load the model of a row of the tables: the base, with the row's adapter unless it is the dense row."""
+    source = settings.models[row.model]
+    calibration = None if row.dense else read_description(patch_folder(row))["calibration"]
+    model = load_model(row.model, source.dtype, source.trust_remote_code)
+    return LoadedRow(model if row.dense else load_patched(model, patch_folder(row)), calibration)

@@ -1,0 +1,112 @@
+"""Stage `solve`: the operator of every boundary, from the statistics; no model in memory.
+
+Reads ``data/select/<selection>.parquet`` and ``data/collect/<selection>.safetensors``. Writes
+``data/solve/<key>.safetensors``, one float64 [C, C] matrix W per removed run, and its diagnostics,
+``data/solve/<key>.parquet``.
+"""
+
+import importlib
+import json
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from stages import params
+from stages.artifacts import read_table, write_table
+from stages.boundaries import Segment, pieces, runs
+from stages.errors import UserError, run
+from stages.keys import parse_row
+from stages.paths import collect_file, diagnostics_file, select_file, solve_file
+from stages.schemas import SELECT, SOLVE
+from stages.sums import BoundarySums, antisymmetric_share, from_tensors, residual
+from stages.tensors import read_tensors, write_tensors
+
+Operator = Callable[..., Tensor | None]
+
+
+def main() -> None:
+    """Run the stage for one row."""
+    row, _ = parse_row(__doc__)
+    settings = params.load()
+    params.check_name("params.yaml: grid.operators", row.operator, settings.solve)
+    options = settings.solve[row.operator]
+    selection = read_table(select_file(row), SELECT)
+    tensors, metadata = read_tensors(collect_file(row))
+    sums = from_tensors(tensors)
+    removed = runs(selection["layer"])
+    missing = [piece.name for cut in removed for piece in pieces(cut, metadata["boundary"]) if piece not in sums]
+    if missing:
+        raise UserError(f"{collect_file(row)}: lacks the sums of {', '.join(missing)}; delete it and run `dvc repro`")
+    operator = importlib.import_module(f"stages.operators.{row.operator}").solve
+    operators = solve(operator, options, sums, removed, metadata["boundary"])
+    frame = diagnostics(operators, sums, removed).assign(
+        **row.columns(),
+        dtype=metadata["dtype"],
+        calibration=metadata["calibration"],
+        boundary=metadata["boundary"],
+        options=json.dumps(options, sort_keys=True),
+    )
+    write_tensors(solve_file(row), {cut.name: matrix for cut, matrix in operators.items()})
+    write_table(diagnostics_file(row), frame, SOLVE)
+
+
+def solve(
+    operator: Operator,
+    options: dict[str, Any],
+    sums: dict[Segment, BoundarySums],
+    removed: list[Segment],
+    boundary: str,
+) -> dict[Segment, Tensor]:
+    """The operator W of every removed run, float64 [C, C]; empty where `operator` gives none.
+
+    With boundary `layer`, W is the product of one operator per removed layer, in the order of the layers. Raises
+    UserError when an operator cannot be solved or is not finite, naming the layers.
+    """
+    solved = {}
+    for cut in removed:
+        parts = []
+        for piece in pieces(cut, boundary):
+            try:
+                parts.append(operator(sums[piece], **options))
+            except UserError as error:
+                raise UserError(f"layers [{piece.start}, {piece.end}): {error}") from error
+        matrices = [part for part in parts if part is not None]
+        if matrices:
+            matrix = reduce(torch.matmul, matrices)
+            if not torch.isfinite(matrix).all():
+                raise UserError(f"layers [{cut.start}, {cut.end}): the operator has NaN or infinity")
+            solved[cut] = matrix
+    return solved
+
+
+def diagnostics(
+    operators: dict[Segment, Tensor], sums: dict[Segment, BoundarySums], removed: list[Segment]
+) -> pd.DataFrame:
+    """One row per removed run: the columns of ``stages.schemas.SOLVE`` that the sums and operators give.
+
+    Sums of the whole run are needed, whatever the boundary. The run of a row without operator has W = I.
+    """
+    rows = []
+    for cut in removed:
+        boundary, matrix = sums[cut], operators.get(cut)
+        values = torch.linalg.eigvalsh(boundary.gram)
+        rows.append(
+            {
+                "start": cut.start,
+                "end": cut.end,
+                "tokens": boundary.tokens.item(),
+                "residual_before": residual(boundary, None),
+                "residual_after": residual(boundary, matrix),
+                "antisymmetric_share": None if matrix is None else antisymmetric_share(matrix),
+                "condition": (values[-1] / values[0]).item() if values[0] > 0 else float("inf"),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+if __name__ == "__main__":
+    run(main)

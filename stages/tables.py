@@ -1,0 +1,220 @@
+"""The tables of the report as data frames and plain values: pure functions of what :mod:`stages.results` read."""
+
+import math
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from stages.keys import DENSE, Row
+from stages.results import Results
+from stages.schemas import SOLVE
+from stages.significance import (
+    Array,
+    Estimate,
+    average,
+    best,
+    perplexity,
+    weighted_mean,
+)
+
+
+def window_means(results: Results, row: Row, corpus: str) -> tuple[Array, Array]:
+    """Mean negative log-likelihood (nats per token) and number of predicted tokens of every window of a corpus."""
+    frame = results.windows[row][corpus]
+    tokens = frame["tokens"].to_numpy(np.float64)
+    return frame["nll"].to_numpy(np.float64) / tokens, tokens
+
+
+def mean_nll(results: Results, row: Row, corpus: str) -> Estimate:
+    """Token-weighted mean negative log-likelihood of a corpus, nats per token."""
+    return weighted_mean(*window_means(results, row, corpus))
+
+
+def mean_perplexity(results: Results, row: Row, corpora: list[str]) -> float:
+    """Arithmetic mean over `corpora` of their perplexities; infinite if one of them is."""
+    k = len(corpora)
+    return sum(perplexity(mean_nll(results, row, corpus).value) / k for corpus in corpora)
+
+
+def hits(results: Results, row: Row, task: str, metric: str) -> Array:
+    """1 for every question answered right, 0 for the others; `metric` is `acc` or `acc_norm`."""
+    column = {"acc": "correct", "acc_norm": "correct_norm"}[metric]
+    return results.questions[row][task][column].to_numpy(np.float64)
+
+
+def accuracy(results: Results, row: Row, task: str, metric: str) -> Estimate:
+    """Share of the questions answered right, in [0, 1], with lm-eval's error of a mean: std (ddof = 1) / sqrt(m)."""
+    values = hits(results, row, task, metric)
+    return weighted_mean(values, np.ones_like(values))
+
+
+def mean_accuracy(results: Results, row: Row, metric: str) -> Estimate:
+    """Mean of `metric` over the tasks that have it, equally weighted, the tasks' errors taken as independent."""
+    return average([accuracy(results, row, task, metric) for task in tasks_with(results, metric)])
+
+
+def tasks_with(results: Results, metric: str) -> list[str]:
+    """The tasks whose questions were scored by `metric`, `acc` or `acc_norm`."""
+    return results.tasks if metric == "acc" else results.normed
+
+
+def ratio(numerator: float, denominator: float) -> float | None:
+    """The quotient, or None where it is undefined (0 / 0, x / 0, infinity / infinity)."""
+    if denominator == 0 or not math.isfinite(numerator):
+        return None
+    return numerator / denominator
+
+
+def best_perplexity(results: Results, rows: list[Row], corpora: list[str]) -> Row | None:
+    """The row with the lowest mean perplexity over `corpora` if its paired lead is beyond the lead's error.
+
+    Per corpus the difference is the token-weighted mean over windows of the difference of mean NLL; over corpora, their
+    average. NLL, not perplexity: what the two rows have in common cancels there, and it cannot overflow.
+    """
+
+    def difference(a: Row, b: Row) -> Estimate:
+        per_corpus = []
+        for corpus in corpora:
+            nll, tokens = window_means(results, a, corpus)
+            per_corpus.append(weighted_mean(nll - window_means(results, b, corpus)[0], tokens))
+        return average(per_corpus)
+
+    return best(rows, lambda row: mean_perplexity(results, row, corpora), difference, lowest=True)
+
+
+def best_accuracy(results: Results, rows: list[Row], tasks: list[str], metric: str) -> Row | None:
+    """The row with the highest mean of `metric` over `tasks` if its paired lead is beyond the lead's error.
+
+    Per task the difference is the mean over questions of the difference of the hits; over tasks, their average.
+    """
+
+    def difference(a: Row, b: Row) -> Estimate:
+        per_task = []
+        for task in tasks:
+            values = hits(results, a, task, metric) - hits(results, b, task, metric)
+            per_task.append(weighted_mean(values, np.ones_like(values)))
+        return average(per_task)
+
+    def value(row: Row) -> float:
+        return average([accuracy(results, row, task, metric) for task in tasks]).value
+
+    return best(rows, value, difference, lowest=False)
+
+
+def perplexity_table(results: Results) -> pd.DataFrame:
+    """One row per row and corpus.
+
+    `nll` is in nats per token, `nll_stderr` its standard error over windows (empty with one window), `perplexity` its
+    exp (`inf` beyond a double), `retained` the dense row's perplexity over this one's, `parameters` those of the
+    evaluated model with its operators.
+    """
+    records: list[dict[str, Any]] = []
+    for row in results.rows if results.corpora else []:
+        for corpus in results.corpora:
+            frame = results.windows[row][corpus]
+            nll = mean_nll(results, row, corpus)
+            dense = mean_nll(results, Row(row.model), corpus)
+            records.append(
+                {
+                    **row.columns(),
+                    "corpus": corpus,
+                    "perplexity": perplexity(nll.value),
+                    "nll": nll.value,
+                    "nll_stderr": nll.error,
+                    "retained": perplexity(dense.value - nll.value),
+                    "windows": len(frame),
+                    "tokens": frame["tokens"].sum(),
+                    **{name: frame[name].iloc[0] for name in ("seqlen", "bos", "source", "dtype", "calibration")},
+                    **{name: frame[name].iloc[0] for name in ("parameters", "operator_parameters")},
+                }
+            )
+    return pd.DataFrame(records, columns=PERPLEXITY_COLUMNS)
+
+
+PERPLEXITY_COLUMNS = [
+    *("model", "criterion", "n", "operator", "corpus", "perplexity", "nll", "nll_stderr", "retained", "windows"),
+    *("tokens", "seqlen", "bos", "source", "dtype", "calibration", "parameters", "operator_parameters"),
+]
+
+
+def accuracy_table(results: Results) -> pd.DataFrame:
+    """One row per row and task; `acc` and `acc_norm` in [0, 1], with their standard errors.
+
+    `acc_norm` is empty where the task has none, an error with one question, `limit` where all questions were asked.
+    """
+    records: list[dict[str, Any]] = []
+    for row in results.rows:
+        for task in results.tasks:
+            frame = results.questions[row][task]
+            record: dict[str, Any] = {**row.columns(), "task": task, "questions": len(frame)}
+            for metric in ("acc", "acc_norm"):
+                if task in tasks_with(results, metric):
+                    estimate = accuracy(results, row, task, metric)
+                    record |= {metric: estimate.value, f"{metric}_stderr": estimate.error}
+            copied = ("available", "limit", "version", "source", "num_fewshot", "dtype", "calibration")
+            records.append({**record, **{name: frame[name].iloc[0] for name in copied}})
+    table = pd.DataFrame(records, columns=ACCURACY_COLUMNS)
+    return table.astype({"limit": "Int64"})
+
+
+ACCURACY_COLUMNS = [
+    *("model", "criterion", "n", "operator", "task", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "questions"),
+    *("available", "limit", "version", "source", "num_fewshot", "dtype", "calibration"),
+]
+
+
+def operator_table(results: Results) -> pd.DataFrame:
+    """The diagnostics of every operator: the rows of the SOLVE artifacts, in the order of the tables."""
+    records = [record for frame in results.operators.values() for record in frame.to_dict("records")]
+    return pd.DataFrame(records, columns=SOLVE.names)
+
+
+def similarity_table(results: Results) -> pd.DataFrame:
+    """For every model and n, every block start s with cos(h_s, h_{s+n}).
+
+    `removed_by` names the criteria whose removed layers are exactly s..s+n-1, joined by ` and `; empty if none.
+    """
+    columns = ["model", "n", "start", "end", "cosine", "removed_by"]
+    parts = [pd.DataFrame(columns=columns)] if not results.numbers else []
+    for model, scores in results.scores.items():
+        for n in results.numbers:
+            blocks = scores[scores["end"] - scores["start"] == n].sort_values("start").assign(n=n)
+            chosen = results.chosen(model, n)
+            blocks["removed_by"] = [
+                " and ".join(name for name, layers in chosen.items() if layers == list(range(start, start + n)))
+                for start in blocks["start"]
+            ]
+            parts.append(blocks[columns])
+    return pd.concat(parts, ignore_index=True)
+
+
+def runs(layers: list[int]) -> list[tuple[int, int]]:
+    """The maximal runs [start, end) of consecutive indices in ascending `layers`."""
+    groups = groupby(enumerate(layers), key=lambda item: item[1] - item[0])
+    members = [[layer for _, layer in group] for _, group in groups]
+    return [(group[0], group[-1] + 1) for group in members]
+
+
+def metrics(results: Results) -> dict[str, Any]:
+    """Nested plain values: model, then ``<criterion>-<n>`` and operator (or ``dense``), then perplexity and acc.
+
+    A perplexity that a double can't hold is None (JSON has no infinity); reports/perplexity.csv has its logarithm.
+    """
+    nested: dict[str, Any] = {}
+    for row in results.rows:
+        values: dict[str, dict[str, float | None]] = {}
+        if results.corpora:
+            perplexities = {name: perplexity(mean_nll(results, row, name).value) for name in results.corpora}
+            perplexities["mean"] = mean_perplexity(results, row, results.corpora)
+            values["perplexity"] = {name: x if math.isfinite(x) else None for name, x in perplexities.items()}
+        if results.tasks:
+            values["acc"] = {task: accuracy(results, row, task, "acc").value for task in results.tasks}
+            values["acc"]["mean"] = mean_accuracy(results, row, "acc").value
+        of_model = nested.setdefault(row.model, {})
+        if row.dense:
+            of_model[DENSE] = values
+        else:
+            of_model.setdefault(f"{row.criterion}-{row.n}", {})[row.operator] = values
+    return nested

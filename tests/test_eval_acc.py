@@ -1,0 +1,332 @@
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import lm_eval.evaluator
+import lm_eval.tasks
+import pandas as pd
+import pytest
+import torch
+import yaml
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from stages import assets, checkpoint, eval_acc, params, patched
+from stages.artifacts import read_table
+from stages.errors import UserError
+from stages.schemas import EVAL_ACC
+
+SOURCE = Path(__file__).parents[1]
+OFFICIAL = Path(lm_eval.tasks.__file__).parent
+OURS = sorted(eval_acc.TASKS.glob("*.yaml"))
+LINES = {
+    "piqa": [
+        {"question": "ice box", "options": "A. add water \nB. add some soda", "answer": "B. add some soda"},
+        {"question": "A longer question than that:", "options": "A. tape\nB. glue", "answer": "A. tape"},
+        {"question": "Jar?", "options": "A. café\nB. a lid", "answer": "B. a lid"},
+        {"question": "dresser", "options": "A. nail\nB. pin", "answer": "A. nail"},
+        {"question": "pen", "options": "A. a b c d e f\nB. q", "answer": "A. a b c d e f"},
+    ],
+    # The first three choices differ in the last token only: the harness forwards them once.
+    "openbookqa": [
+        {"question": "Cats eat ", "options": "A. rat\nB. ram\nC. rap\nD. mice", "answer": "D. mice"},
+        {"question": "Grass is ", "options": "A. red\nB. rex\nC. rev\nD. green, of course", "answer": "B. rex"},
+        {"question": "Water is ", "options": "A. wet\nB. wit\nC. dry\nD. dr", "answer": "C. dry"},
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """One token a byte, and an end-of-text token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*alphabet, "<end>"])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<end>")
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A project with params.yaml and both tasks' questions."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    # What main sets is undone with this.
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "params.yaml").write_text((SOURCE / "params.yaml").read_text(encoding="utf-8"), encoding="utf-8")
+    for name, lines in LINES.items():
+        task = assets.ALL_ASSETS[name]
+        folder = tmp_path / eval_acc.LOCAL / task.hub_id
+        (folder / task.config).mkdir(parents=True)
+        content = "\n".join(json.dumps(line) for line in lines).encode()
+        (folder / task.config / f"{task.split}.parquet").write_bytes(
+            assets.parquet(assets.convert(content, task, name))
+        )
+        (folder / "README.md").write_text(assets.card(task), encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def run_stage(monkeypatch, model, tokenizer):
+    """Call the stage's main with a command line; the model and the calibration come from memory."""
+
+    def call(*arguments: str) -> None:
+        calibration = None if "--n" not in arguments else "wiki:1x2:seed0:01234567"
+        monkeypatch.setattr(sys, "argv", ["eval_acc", *arguments])
+        monkeypatch.setattr(patched, "load_row", lambda *_: patched.LoadedRow(model, calibration))
+        monkeypatch.setattr(checkpoint, "load_tokenizer", lambda *_: tokenizer)
+        eval_acc.main()
+
+    return call
+
+
+@pytest.fixture
+def few_official(monkeypatch):
+    """lm-evaluation-harness with some of its tasks: indexing all of them takes eight seconds."""
+
+    class Few(lm_eval.tasks.TaskManager):
+        def __init__(self, include_path=None, include_defaults=True):
+            few = [OFFICIAL / name for name in ("piqa", "copa", "arc", "gsm8k", "truthfulqa")]
+            super().__init__(include_path=few if include_defaults else include_path, include_defaults=False)
+
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", Few)
+
+
+@torch.no_grad()
+def naive_loglikelihood(model, tokenizer, context: str, continuation: str) -> float:
+    ids = torch.tensor([tokenizer.encode(context + continuation)])
+    start = len(tokenizer.encode(context))
+    logprobs = model(ids).logits[0].double().log_softmax(-1)
+    return sum(logprobs[position - 1, ids[0, position]].item() for position in range(start, ids.shape[1]))
+
+
+def prompts(name: str, line: dict[str, str]) -> tuple[str, list[str], int]:
+    """Context, choices and the right one, written down independently of the task files."""
+    labels = "AB" if name == "piqa" else "ABCD"
+    choices = [text.split(". ", 1)[1] for text in line["options"].split("\n")]
+    context = f"Question: {line['question']}\nAnswer:" if name == "piqa" else line["question"].rstrip()
+    return context, choices, labels.index(line["answer"][0])
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("name", sorted(LINES))
+@pytest.mark.usefixtures("project")
+def test_answers_agree_with_one_forward_pass_per_choice(name, batch_size, model, tokenizer, monkeypatch):
+    reported = {}
+    evaluate = lm_eval.evaluator.evaluate
+
+    def spy(*arguments, **named):
+        found = evaluate(*arguments, **named)
+        reported.update(found["results"][name])
+        return found
+
+    monkeypatch.setattr(lm_eval.evaluator, "evaluate", spy)
+    frame = eval_acc.answers(eval_acc.load_task(name), model, tokenizer, None, batch_size)
+    assert frame["question"].tolist() == list(range(len(LINES[name])))
+    for line, found in zip(LINES[name], frame.itertuples(), strict=True):
+        context, choices, right = prompts(name, line)
+        expected = [naive_loglikelihood(model, tokenizer, context, f" {choice}") for choice in choices]
+        assert found.loglikelihoods == pytest.approx(expected, abs=1e-4)
+        assert found.answer == right
+        assert found.correct == (max(expected) == expected[right])
+        normed = [value / len(choice) for value, choice in zip(expected, choices, strict=True)]
+        assert found.correct_norm == (max(normed) == normed[right])
+    assert frame["correct"].mean() == reported["acc,none"]
+    assert frame["correct_norm"].mean() == reported["acc_norm,none"]
+    assert (frame["correct"] != frame["correct_norm"]).any(), "the questions do not tell the two metrics apart"
+
+
+def test_limit_takes_the_first_questions(project, run_stage):
+    text = (project / "params.yaml").read_text(encoding="utf-8")
+    (project / "params.yaml").write_text(text.replace("limit: 100", "limit: 2"), encoding="utf-8")
+    run_stage("--model", "smollm2", "--task", "piqa")
+    run_stage("--model", "smollm2", "--criterion", "streamline", "--n", "7", "--operator", "ghost", "--task", "piqa")
+    dense = read_table(Path("data/eval_acc/smollm2-dense-piqa.parquet"), EVAL_ACC)
+    recovered = read_table(Path("data/eval_acc/smollm2-streamline-7-ghost-piqa.parquet"), EVAL_ACC)
+    assert dense["question"].tolist() == [0, 1]
+    assert dense["answer"].tolist() == [1, 0]
+    columns = {"task": "piqa", "version": "1.0", "source": "baber/piqa default validation", "limit": 2, "available": 5}
+    columns |= {"num_fewshot": 0, "batch_size": 16, "dtype": "float32", "model": "smollm2"}
+    for name, value in columns.items():
+        assert (dense[name] == value).all()
+        assert (recovered[name] == value).all()
+    assert dense["calibration"].isna().all()
+    assert (recovered["calibration"] == "wiki:1x2:seed0:01234567").all()
+    assert recovered.iloc[0][["criterion", "n", "operator"]].tolist() == ["streamline", 7, "ghost"]
+    pd.testing.assert_series_equal(dense["loglikelihoods"], recovered["loglikelihoods"])
+
+
+def test_no_limit_takes_all(project, run_stage):
+    text = (project / "params.yaml").read_text(encoding="utf-8")
+    (project / "params.yaml").write_text(text.replace("limit: 100", "limit: null"), encoding="utf-8")
+    run_stage("--model", "smollm2", "--task", "openbookqa")
+    frame = read_table(Path("data/eval_acc/smollm2-dense-openbookqa.parquet"), EVAL_ACC)
+    assert len(frame) == frame["available"].iloc[0] == 3
+    assert frame["limit"].isna().all()
+    assert frame["source"].iloc[0] == "allenai/openbookqa main test"
+
+
+@pytest.mark.usefixtures("project")
+def test_not_finite_stops_with_the_question(model, tokenizer):
+    broken = LlamaForCausalLM(model.config).eval()
+    broken.load_state_dict(model.state_dict())
+    # The first question has no such letter, the second has.
+    with torch.no_grad():
+        broken.model.embed_tokens.weight[tokenizer.encode("l")] = torch.nan
+    with pytest.raises(UserError, match=r"task piqa, question 1: log-likelihoods \[nan, nan\] are not finite"):
+        eval_acc.answers(eval_acc.load_task("piqa"), broken, tokenizer, None, 2)
+
+
+def test_answer_outside_the_choices_is_an_error(project, model, tokenizer):
+    file = project / eval_acc.LOCAL / "baber/piqa/plain_text/validation.parquet"
+    frame = pd.read_parquet(file)
+    frame.assign(label=[1, 0, -1, 0, 1]).to_parquet(file)
+    with pytest.raises(UserError, match=r"question 2: the right answer is -1, which is none of its 2 choices"):
+        eval_acc.answers(eval_acc.load_task("piqa"), model, tokenizer, None, 2)
+
+
+@pytest.mark.usefixtures("project", "few_official")
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("piqqa", r"neither in stages/tasks \(openbookqa, piqa\) nor a task of lm-evaluation-harness; near: piqa"),
+        ("zzz", "near: none"),
+        ("ai2_arc", "is a group of tasks"),
+        ("gsm8k", "output type generate_until; only multiple_choice"),
+        ("truthfulqa_mc2", "scores its answers with code of its own"),
+    ],
+)
+def test_unusable_task_stops_before_the_model(task, message, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["eval_acc", "--model", "smollm2", "--task", task])
+    monkeypatch.setattr(patched, "load_row", lambda *_: pytest.fail("the model was loaded"))
+    with pytest.raises(UserError, match=f"params.yaml: grid.tasks: '{task}'.*{message}"):
+        eval_acc.main()
+
+
+@pytest.mark.usefixtures("project", "few_official")
+def test_official_task_is_read_from_the_hub(monkeypatch):
+    asked = []
+
+    def refuse(path, name, **_):
+        asked.append((path, name))
+        raise ConnectionError("no Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(UserError, match=r"allenai/ai2_arc cannot be loaded: no Hub; stages/tasks/arc_easy.yaml could"):
+        eval_acc.load_task("arc_easy")
+    assert asked == [("allenai/ai2_arc", "ARC-Easy")]
+
+
+def test_task_without_acc_is_an_error():
+    config = {"output_type": "multiple_choice", "metric_list": [{"metric": "f1"}, {"metric": "mcc"}]}
+    with pytest.raises(UserError, match=r"here: has no metric `acc`, only f1, mcc"):
+        eval_acc.check_config(config, "here")
+    eval_acc.check_config({"output_type": "multiple_choice"}, "here")
+
+
+def test_missing_local_questions_are_named(project):
+    (project / eval_acc.LOCAL / "baber/piqa").rename(project / "elsewhere")
+    with pytest.raises(UserError, match=r"grid.tasks: 'piqa': its questions, data/assets/tasks/baber/piqa, are not"):
+        eval_acc.load_task("piqa")
+
+
+def test_damaged_local_questions_are_named(project):
+    (project / eval_acc.LOCAL / "baber/piqa/plain_text/validation.parquet").write_bytes(b"PAR1")
+    with pytest.raises(UserError, match=r"'piqa': data set data/assets/tasks/baber/piqa cannot be loaded"):
+        eval_acc.load_task("piqa")
+
+
+@pytest.mark.usefixtures("project")
+def test_broken_task_file_is_named(monkeypatch, tmp_path):
+    (tmp_path / "piqa.yaml").write_text("task: [", encoding="utf-8")
+    monkeypatch.setattr(eval_acc, "TASKS", tmp_path)
+    with pytest.raises(UserError, match=r"stages/tasks/piqa.yaml cannot be read"):
+        eval_acc.load_task("piqa")
+
+
+@pytest.mark.parametrize("file", OURS, ids=lambda file: file.stem)
+def test_task_file_asks_the_official_question(file):
+    ours = yaml.safe_load(file.read_text(encoding="utf-8"))
+    (found,) = [path for path in OFFICIAL.rglob(file.name) if path.parent.name == file.stem]
+    official = yaml.safe_load(found.read_text(encoding="utf-8"))
+    assert file.stem == ours["task"]
+    assert ours.pop("dataset_path") == f"{eval_acc.LOCAL}/{official.pop('dataset_path')}"
+    splits = [config.pop("test_split") or config.pop("validation_split") for config in (ours, official)]
+    assert splits[0] == splits[1]
+    assert ours["training_split"] is None
+    other = {"training_split", "validation_split"}
+    assert {k: v for k, v in ours.items() if k not in other} == {k: v for k, v in official.items() if k not in other}
+
+
+def test_task_files_read_what_assets_writes():
+    for file in OURS:
+        ours = yaml.safe_load(file.read_text(encoding="utf-8"))
+        asset = assets.ALL_ASSETS[file.stem]
+        assert Path(ours["dataset_path"]) == eval_acc.LOCAL / asset.hub_id
+        assert ours["dataset_name"] in (None, asset.config)
+        assert (ours["test_split"] or ours["validation_split"]) == asset.split
+
+
+NO_NETWORK = """
+import socket
+
+def refuse(*arguments, **_):
+    open("network", "a").write(f"{arguments}\\n")
+    raise OSError("no network in this test")
+
+socket.getaddrinfo = refuse
+socket.socket.connect = refuse
+"""
+
+
+def test_process_is_quiet_and_stays_inside_the_project(project, model, tokenizer):
+    """A whole process: nothing on stderr, no network, an empty home stays empty."""
+    folder = project / "data/model/smollm2"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / checkpoint.SOURCE).write_text('{"kind": "gguf"}', encoding="utf-8")
+    (project / "site").mkdir()
+    (project / "site/sitecustomize.py").write_text(NO_NETWORK, encoding="utf-8")
+    for name in ("home", "temporary"):
+        (project / name).mkdir()
+    kept = {name: value for name, value in os.environ.items() if not re.match(r"HF_|XDG_|TRANSFORMERS_|TQDM", name)}
+    paths = {"PYTHONPATH": f"{project / 'site'}:{SOURCE}", "HOME": str(project / "home")}
+    done = subprocess.run(
+        [sys.executable, "-m", "stages.eval_acc", "--model", "smollm2", "--task", "piqa"],
+        env={**kept, **paths, "TMPDIR": str(project / "temporary")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert len(read_table(Path("data/eval_acc/smollm2-dense-piqa.parquet"), EVAL_ACC)) == 5
+    assert not (project / "network").exists()
+    assert not list((project / "home").iterdir())
+    assert not list((project / "temporary").iterdir())
+    assert {path.name for path in project.iterdir()} == {"params.yaml", "data", "site", "home", "temporary"}
+    assert (project / "data/.cache/datasets").is_dir()
+
+
+def test_default_grid_has_its_task_files():
+    assert set(params.load(SOURCE / "params.yaml").grid.tasks) <= {file.stem for file in OURS}

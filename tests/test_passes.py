@@ -1,0 +1,135 @@
+"""The stages that forward the model: what they compute, how often they forward, and what they leave out."""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import ARCHITECTURES, CHANNELS, LAYERS
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from stages.boundaries import Segment
+from stages.collect import collect
+from stages.decoder import decoder_layers, decoder_stack, residual_states
+from stages.errors import UserError
+from stages.eval_ppl import window_nll
+from stages.hadamard import hadamard
+from stages.score import pairwise_similarity
+from stages.sums import boundary_sums, to_tensors
+
+Build = Callable[..., PreTrainedModel]
+SEGMENTS = [Segment(0, 2), Segment(3, 4)]
+
+
+def count_tokens(model: PreTrainedModel) -> Counter[str]:
+    """Counts, from now on, the tokens that enter each decoder layer and the language-model head."""
+    seen: Counter[str] = Counter()
+
+    def hook(name: str) -> Any:
+        return lambda _module, positional, _output: seen.update({name: positional[0].shape[:2].numel()})
+
+    for index, layer in enumerate(decoder_layers(model)):
+        layer.register_forward_hook(hook(f"layer {index}"))
+    model.get_output_embeddings().register_forward_hook(hook("head"))
+    return seen
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_similarity_against_the_states(architecture: str, tiny_model: Build, token_ids: Tensor) -> None:
+    model = tiny_model(architecture)
+    with torch.no_grad(), residual_states(model, range(LAYERS + 1)) as states:
+        model(input_ids=token_ids)
+    frame = pairwise_similarity(tiny_model(architecture), token_ids.tolist(), tokens=24)
+    assert len(frame) == LAYERS * (LAYERS + 1) // 2
+    assert (frame["tokens"] == 60).all()
+    for row in frame.itertuples():
+        a, b = states[row.start].double(), states[row.end].double()
+        cosine = torch.nn.functional.cosine_similarity(a, b, dim=-1)
+        assert row.cosine == pytest.approx(cosine.mean().item(), abs=1e-6)
+        assert row.angular == pytest.approx((cosine.arccos() / math.pi).mean().item(), abs=1e-5)
+
+
+def test_score_forwards_each_token_once_and_no_head(tiny_model: Build, token_ids: Tensor) -> None:
+    model = tiny_model()
+    seen = count_tokens(model)
+    pairwise_similarity(model, token_ids.tolist(), tokens=24)
+    assert seen == {f"layer {index}": 60 for index in range(LAYERS)}
+
+
+def test_collect_forwards_each_token_once_and_stops_after_the_last_boundary(
+    tiny_model: Build, token_ids: Tensor
+) -> None:
+    model = tiny_model()
+    seen = count_tokens(model)
+    collect(model, token_ids.tolist(), SEGMENTS, tokens=24)
+    assert seen == {f"layer {index}": 60 for index in range(4)}
+
+
+def test_collected_sums_against_the_states(tiny_model: Build, token_ids: Tensor) -> None:
+    model = tiny_model()
+    with torch.no_grad(), residual_states(model, range(LAYERS + 1)) as states:
+        model(input_ids=token_ids)
+    expected = {
+        segment: boundary_sums(states[segment.start].double(), states[segment.end].double(), hadamard(CHANNELS))
+        for segment in SEGMENTS
+    }
+    found = to_tensors(collect(model, token_ids.tolist(), SEGMENTS, tokens=1000))
+    for name, tensor in to_tensors(expected).items():
+        assert torch.allclose(found[name], tensor, rtol=1e-6), name
+
+
+def test_results_do_not_depend_on_batch_size(tiny_model: Build, token_ids: Tensor) -> None:
+    sequences = token_ids.tolist()
+    one, all_ = (pairwise_similarity(tiny_model(), sequences, tokens) for tokens in (1, 1000))
+    assert one["cosine"].to_numpy() == pytest.approx(all_["cosine"].to_numpy(), abs=1e-7)
+    first, second = (to_tensors(collect(tiny_model(), sequences, SEGMENTS, tokens)) for tokens in (1, 1000))
+    for name, tensor in first.items():
+        assert torch.allclose(second[name], tensor, rtol=1e-5, atol=1e-8), name
+    assert window_nll(tiny_model(), sequences, 1, "x") == pytest.approx(
+        window_nll(tiny_model(), sequences, 1000, "x"), rel=1e-6
+    )
+
+
+def test_sequences_of_different_lengths_need_no_padding(tiny_model: Build, token_ids: Tensor) -> None:
+    ragged = [token_ids[0].tolist(), token_ids[1, :7].tolist(), token_ids[2, :7].tolist()]
+    together = to_tensors(collect(tiny_model(), ragged, SEGMENTS, tokens=1000))
+    parts = [collect(tiny_model(), [ids], SEGMENTS, tokens=1000) for ids in ragged]
+    added = to_tensors({segment: parts[0][segment] + parts[1][segment] + parts[2][segment] for segment in SEGMENTS})
+    for name, tensor in added.items():
+        assert torch.allclose(together[name], tensor, rtol=1e-5, atol=1e-8), name
+    assert together["0-2.tokens"] == 26
+
+
+def test_ids_as_parquet_gives_them(tiny_model: Build, token_ids: Tensor) -> None:
+    arrays = [np.array(ids, dtype=np.int32) for ids in token_ids.tolist()]
+    assert window_nll(tiny_model(), arrays, 24, "x") == window_nll(tiny_model(), token_ids.tolist(), 24, "x")
+
+
+def test_half_precision_states_are_summed_in_float64(tiny_model: Build, token_ids: Tensor) -> None:
+    model = tiny_model().to(torch.bfloat16)
+    with torch.no_grad(), residual_states(model, [0, 2]) as states:
+        decoder_stack(model)(input_ids=token_ids)
+    rows = states[0].flatten(0, 1).double()
+    found = collect(model, token_ids.tolist(), SEGMENTS, tokens=1000)[Segment(0, 2)]
+    assert found.gram.dtype == torch.float64
+    assert torch.allclose(found.gram, rows.T @ rows, rtol=1e-12)
+
+
+def test_nll_is_the_models_own_loss(tiny_model: Build, token_ids: Tensor) -> None:
+    model = tiny_model()
+    found = window_nll(model, token_ids.tolist(), 24, "x")
+    for ids, nll in zip(token_ids, found, strict=True):
+        loss = model(input_ids=ids[None], labels=ids[None]).loss
+        assert nll == pytest.approx(11 * loss.item(), rel=1e-6)
+
+
+def test_infinite_nll_names_corpus_and_window(tiny_model: Build, token_ids: Tensor) -> None:
+    model = tiny_model(tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight[5] = float("nan")
+    with pytest.raises(UserError, match="corpus wiki, window 0"):
+        window_nll(model, token_ids.tolist(), 24, "wiki")

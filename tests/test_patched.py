@@ -1,0 +1,177 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ARCHITECTURES, CHANNELS, LAYERS
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from stages.boundaries import Segment, runs
+from stages.decoder import decoder_layers, decoder_stack, remove_layers, residual_states
+from stages.errors import UserError
+from stages.patched import BoundaryOperator, base_shape, load_patched, patch_model, write_adapter
+
+Build = Callable[..., PreTrainedModel]
+architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
+removals = pytest.mark.parametrize("removed", [[0], [2, 3], [1, 3, 4], [LAYERS - 2, LAYERS - 1]], ids=str)
+
+
+def changes_of(removed: list[int]) -> dict[Segment, Tensor]:
+    """A small random M for every removed run."""
+    generator = torch.Generator().manual_seed(3)
+    return {run: 0.2 * torch.randn(CHANNELS, CHANNELS, generator=generator) for run in runs(removed)}
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    found: Tensor = model(input_ids=ids).logits
+    return found
+
+
+@architectures
+def test_removing_nothing_is_dense(architecture: str, tiny_model: Build, token_ids: Tensor) -> None:
+    patched = tiny_model(architecture)
+    patch_model(patched, [], {})
+    assert torch.equal(logits(patched, token_ids), logits(tiny_model(architecture), token_ids))
+
+
+@architectures
+@removals
+def test_identity_operators_are_plain_removal(
+    architecture: str, removed: list[int], tiny_model: Build, token_ids: Tensor
+) -> None:
+    patched, pruned = tiny_model(architecture), tiny_model(architecture)
+    patch_model(patched, removed, {run: torch.zeros(CHANNELS, CHANNELS) for run in runs(removed)})
+    remove_layers(pruned, removed)
+    assert torch.equal(logits(patched, token_ids), logits(pruned, token_ids))
+
+
+@architectures
+@removals
+def test_operator_meets_the_residual_stream_at_the_cut(
+    architecture: str, removed: list[int], tiny_model: Build, token_ids: Tensor
+) -> None:
+    """Each removed run's layers replaced, in the dense model, by the matrix product itself."""
+    changes = changes_of(removed)
+    patched, dense = tiny_model(architecture), tiny_model(architecture)
+    patch_model(patched, removed, changes)
+    states: dict[int, Tensor] = {}
+    for index, layer in enumerate(decoder_layers(dense)):
+        run = next((run for run in changes if run.start <= index < run.end), None)
+        if run is None:
+            continue
+
+        def replace(
+            _module: Any, positional: Any, named: Any, _output: Any, index: int = index, run: Segment = run
+        ) -> Tensor:
+            state: Tensor = positional[0] if positional else named["hidden_states"]
+            states[index] = state
+            return state + state @ changes[run] if index == run.end - 1 else state
+
+        layer.register_forward_hook(replace, with_kwargs=True)
+    assert torch.allclose(logits(patched, token_ids), logits(dense, token_ids), atol=1e-5, rtol=1e-5)
+    assert set(states) == set(removed)
+
+
+@architectures
+@removals
+def test_cached_generation_equals_uncached(
+    architecture: str, removed: list[int], tiny_model: Build, token_ids: Tensor
+) -> None:
+    model = tiny_model(architecture)
+    patch_model(model, removed, changes_of(removed))
+    settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    cached = model.generate(token_ids, use_cache=True, **settings)
+    assert torch.equal(cached, model.generate(token_ids, use_cache=False, **settings))
+
+
+def test_a_perfect_operator_repairs_a_linear_block(tiny_model: Build, token_ids: Tensor) -> None:
+    """Layers that only apply a matrix are lost without a trace when the operator is that matrix."""
+    dense, patched = tiny_model(), tiny_model()
+    change = changes_of([2, 3])[Segment(2, 4)]
+    for index in (2, 3):
+        decoder_layers(dense)[index].register_forward_hook(lambda _m, positional, _o: positional[0] @ (eye + change))
+    eye = torch.eye(CHANNELS)
+    patch_model(patched, [2, 3], {Segment(2, 4): (eye + change) @ (eye + change) - eye})
+    assert torch.allclose(logits(patched, token_ids), logits(dense, token_ids), atol=1e-4)
+
+
+def test_operators_are_parameters_in_the_models_dtype(tiny_model: Build) -> None:
+    model = tiny_model().to(torch.bfloat16)
+    patch_model(model, [2, 3], changes_of([2, 3]))
+    (operator,) = [module for module in model.modules() if isinstance(module, BoundaryOperator)]
+    assert operator.change.dtype == torch.bfloat16
+    assert "model.layers.2.boundary_before.change" in model.state_dict()
+
+
+def test_identity_on_creation() -> None:
+    states = torch.randn(2, 3, CHANNELS)
+    assert torch.equal(BoundaryOperator(CHANNELS)(states), states)
+
+
+def test_operator_of_no_run_is_refused(tiny_model: Build) -> None:
+    with pytest.raises(ValueError, match="no removed runs"):
+        patch_model(tiny_model(), [2, 3], {Segment(2, 3): torch.zeros(CHANNELS, CHANNELS)})
+
+
+@pytest.fixture
+def adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: Build) -> Path:
+    """An adapter that removes layers 1, 3 and 4 of the tiny Llama."""
+    monkeypatch.chdir(tmp_path)
+    removed = [1, 3, 4]
+    operators = {run: torch.eye(CHANNELS).double() + change for run, change in changes_of(removed).items()}
+    description = {
+        "base": base_shape(tiny_model()),
+        "removed_layers": removed,
+        "boundaries": [list(run) for run in runs(removed)],
+        "operators": True,
+    }
+    write_adapter(tmp_path / "adapter", description, operators)
+    return tmp_path / "adapter"
+
+
+def test_adapter_round_trip(adapter: Path, tiny_model: Build, token_ids: Tensor) -> None:
+    direct = tiny_model()
+    patch_model(direct, [1, 3, 4], changes_of([1, 3, 4]))
+    loaded = load_patched(tiny_model(), adapter)
+    assert torch.allclose(logits(loaded, token_ids), logits(direct, token_ids), atol=1e-5)
+    assert loaded.config.num_hidden_layers == LAYERS - 3
+    with residual_states(loaded, range(LAYERS - 2)) as states, torch.no_grad():
+        decoder_stack(loaded)(input_ids=token_ids)
+    assert len(states) == LAYERS - 2
+
+
+def edit(adapter: Path, **changes: Any) -> None:
+    file = adapter / "adapter.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_adapter_of_another_base_is_refused(adapter: Path, tiny_model: Build) -> None:
+    with pytest.raises(UserError, match="num_hidden_layers 6, the base has 5"):
+        load_patched(tiny_model(num_hidden_layers=5), adapter)
+    with pytest.raises(UserError, match="hidden_size 16, the base has 32"):
+        load_patched(tiny_model(hidden_size=32), adapter)
+    with pytest.raises(UserError, match="model_type 'llama', the base has 'qwen3'"):
+        load_patched(tiny_model("qwen3"), adapter)
+
+
+def test_newer_format_is_refused(adapter: Path, tiny_model: Build) -> None:
+    edit(adapter, format_version=2)
+    with pytest.raises(UserError, match="format_version 2; this version reads 1"):
+        load_patched(tiny_model(), adapter)
+
+
+def test_damaged_adapters_are_refused(adapter: Path, tiny_model: Build) -> None:
+    edit(adapter, boundaries=[[1, 2]])
+    with pytest.raises(UserError, match=r"has tensors \['1-2', '3-5'\], expected \['1-2'\]"):
+        load_patched(tiny_model(), adapter)
+    file = adapter / "operators.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(UserError, match="operators.safetensors: cannot be read"):
+        load_patched(tiny_model(), adapter)
+    file.unlink()
+    with pytest.raises(UserError, match="operators.safetensors: not found"):
+        load_patched(tiny_model(), adapter)

@@ -1,0 +1,698 @@
+"""The report from small fabricated artifacts; every expected number is computed here, from what was fabricated."""
+
+import json
+import math
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+
+from stages import artifacts, pictures, report, schemas
+from stages.artifacts import write_table
+from stages.errors import UserError
+from stages.keys import Row
+
+LEVEL = {"none": 4.4, "diag": 4.2, "rotate": 4.25, "ghost": 3.7}
+RIGHT = {"none": 0.5, "diag": 0.52, "rotate": 0.52, "ghost": 0.6}
+CALIBRATION = "wiki:4x16:seed0:0123abcd"
+
+
+class World:
+    """A params.yaml and the artifacts of its rows. Change the dictionaries, then `write`."""
+
+    def __init__(
+        self,
+        models=("pico",),
+        criteria=("streamline", "shortgpt"),
+        n=(2,),
+        operators=("none", "ghost"),
+        tasks=("piqa", "boolq"),
+        corpora=("wiki", "web"),
+        layers=8,
+        windows=6,
+        questions=40,
+    ):
+        self.grid = {"models": models, "criteria": criteria, "n": n, "operators": operators, "tasks": tasks}
+        self.grid = {axis: list(values) for axis, values in self.grid.items()}
+        self.corpora, self.layers = list(corpora), layers
+        self.rows = [Row(model) for model in models]
+        self.rows += [Row(m, c, k, o) for m in models for k in n for c in criteria for o in operators]
+        self.nll, self.tokens, self.correct, self.correct_norm, self.columns = {}, {}, {}, {}, {}
+        self.removed = {(m, c, k): self.layers_of(c, k) for m in models for c in criteria for k in n}
+        for row in self.rows:
+            random = np.random.default_rng(zlib.crc32(row.key.encode()))
+            level, right = (3.2, 0.65) if row.dense else (LEVEL[row.operator], RIGHT[row.operator])
+            for corpus in corpora:
+                shared = np.random.default_rng(len(corpus)).normal(0, 0.4, windows)
+                tokens = np.full(windows, 15)
+                self.tokens[row.key, corpus] = tokens
+                self.nll[row.key, corpus] = (level + shared + random.normal(0, 0.02, windows)) * tokens
+            for task in tasks:
+                hard = np.random.default_rng(len(task)).random(questions)
+                self.correct[row.key, task] = hard + random.normal(0, 0.05, questions) < right
+                self.correct_norm[row.key, task] = None if task == "boolq" else hard < right + 0.03
+
+    def layers_of(self, criterion, n):
+        start = self.layers // 2 - 1
+        if criterion == "streamline":
+            return list(range(start, start + n))
+        return [*range(start, start + n - 1), start + n + 1]
+
+    def write(self):
+        model = {"path": "somewhere", "dtype": "float32"}
+        content = {
+            "grid": self.grid,
+            "assets": [],
+            "models": dict.fromkeys(self.grid["models"], model),
+            "corpora": {name: {"path": f"texts/{name}", "format": "text"} for name in {*self.corpora, "wiki"}},
+            "text": {
+                "bos": "once",
+                "calibration": {"corpus": "wiki", "sequences": 4, "seqlen": 16, "seed": 0},
+                "perplexity": {"corpora": self.corpora, "seqlen": 16, "windows": 6},
+            },
+            "select": {name: {"protect_first": 1, "protect_last": 1} for name in ("streamline", "shortgpt")},
+            "collect": {"boundary": "run"},
+            "solve": {name: {} for name in self.grid["operators"]},
+            "eval_acc": {"limit": 40, "batch_size": 4},
+        }
+        Path("params.yaml").write_text(yaml.safe_dump(content))
+        for name in self.grid["models"]:
+            self.write_score(name)
+        for (name, criterion, n), layers in self.removed.items():
+            made = {"model": name, "criterion": criterion, "n": n, "dtype": "float32", "calibration": CALIBRATION}
+            selection = pd.DataFrame({**made, "layer": layers, "layers": self.layers})
+            write_table(Path(f"data/select/{name}-{criterion}-{n}.parquet"), selection, schemas.SELECT)
+        for row in self.rows:
+            self.write_row(row)
+
+    def cosine(self, start, end):
+        return 1 - 0.02 * (end - start) - 0.01 * abs((start + end) / 2 - self.layers / 2)
+
+    def write_score(self, model):
+        pairs = [(i, j) for i in range(self.layers + 1) for j in range(i + 1, self.layers + 1)]
+        scores = pd.DataFrame(pairs, columns=["start", "end"]).assign(
+            model=model, dtype="float32", calibration=CALIBRATION, seqlen=16, angular=0.1, tokens=64
+        )
+        scores["cosine"] = [self.cosine(*pair) for pair in pairs]
+        write_table(Path(f"data/score/{model}.parquet"), scores[schemas.SCORE.names], schemas.SCORE)
+
+    def write_row(self, row):
+        made = {**row.columns(), "dtype": "float32", "calibration": None if row.dense else CALIBRATION}
+        if not row.dense:
+            write_table(Path(f"data/solve/{row.key}.parquet"), self.solved(row, made), schemas.SOLVE)
+        parts = [self.windows(row, corpus, made) for corpus in self.corpora]
+        empty = [pd.DataFrame(columns=schemas.EVAL_PPL.names)]
+        frame = pd.concat(parts or empty)
+        write_table(Path(f"data/eval_ppl/{row.key}.parquet"), frame, schemas.EVAL_PPL)
+        for task in self.grid["tasks"]:
+            write_table(
+                Path(f"data/eval_acc/{row.key}-{task}.parquet"), self.questions(row, task, made), schemas.EVAL_ACC
+            )
+
+    def windows(self, row, corpus, made):
+        nll = self.nll[row.key, corpus]
+        parameters = {"parameters": 1000 if row.dense else 800 + 50 * (row.operator != "none")}
+        return pd.DataFrame(
+            {
+                **made,
+                "corpus": corpus,
+                "source": f"texts/{corpus}",
+                "bos": "once",
+                "seqlen": 16,
+                "window": range(len(nll)),
+                "tokens": self.tokens[row.key, corpus],
+                "nll": nll,
+                **parameters,
+                "operator_parameters": 0 if row.operator == "none" else 50,
+                **self.columns.get((row.key, corpus), {}),
+            }
+        )
+
+    def questions(self, row, task, made):
+        correct = self.correct[row.key, task]
+        return pd.DataFrame(
+            {
+                **made,
+                "task": task,
+                "version": "1.0",
+                "source": f"sets/{task}",
+                "limit": 40,
+                "available": 1838,
+                "num_fewshot": 0,
+                "batch_size": 4,
+                "question": range(len(correct)),
+                "answer": 0,
+                "loglikelihoods": [[-1.0, -2.0]] * len(correct),
+                "correct": correct,
+                "correct_norm": self.correct_norm[row.key, task],
+                **self.columns.get((row.key, task), {}),
+            }
+        )
+
+    def solved(self, row, made):
+        if row.operator == "none":
+            return pd.DataFrame(columns=schemas.SOLVE.names)
+        diagnostics = {"residual_before": 0.00885, "residual_after": 0.00306, "antisymmetric_share": 0.616}
+        cut = {"start": 3, "end": 5, "tokens": 64, "boundary": "run", "condition": math.inf, "options": "{}"}
+        return pd.DataFrame([{**made, **cut, **diagnostics}])
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch, request):
+    """Run below tmp_path; draw only where a test asks for `drawn`, which takes most of the time."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(artifacts, "versions", lambda: {"lm-eval": "0.4.13", "torch": "2.13.0"})
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setattr(pictures, "save", lambda _draw, path: path.write_bytes(b""))
+
+
+@pytest.fixture
+def drawn():
+    """Really draw the pictures."""
+
+
+def csv(name):
+    return pd.read_csv(f"reports/{name}.csv", keep_default_na=False, na_values=[""])
+
+
+def text():
+    return Path("reports/report.md").read_text(encoding="utf-8")
+
+
+def bold_cells(document):
+    return [cell for line in document.splitlines() if line.startswith("|") for cell in cells_of(line) if "**" in cell]
+
+
+def cells_of(line):
+    return [cell.strip() for cell in line.strip("|").split(" | ")]
+
+
+def table(document, header):
+    """The lines of the first table that has a column `header`, as a list of dictionaries."""
+    lines = document.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("|") and header in cells_of(line.strip()))
+    names = cells_of(lines[at])
+    body = []
+    for line in lines[at + 2 :]:
+        if not line.startswith("|"):
+            break
+        body.append(dict(zip(names, cells_of(line), strict=True)))
+    return body
+
+
+# What the tables hold
+
+
+def test_perplexity_csv_recomputed():
+    world = World(corpora=["wiki", "web"])
+    key = "pico-streamline-2-ghost"
+    world.tokens[key, "web"][:] = [15, 15, 15, 15, 15, 4]
+    for row in world.rows:
+        world.tokens[row.key, "web"] = world.tokens[key, "web"]
+    world.write()
+    report.main()
+    table = csv("perplexity").set_index(["criterion", "operator", "corpus"])
+    assert len(table) == 5 * 2
+    found = table.loc["streamline", "ghost", "web"]
+    nll, tokens = world.nll[key, "web"], world.tokens[key, "web"]
+    mean = nll.sum() / tokens.sum()
+    shares = tokens / tokens.sum()
+    error = math.sqrt(6 / 5 * (shares**2 * (nll / tokens - mean) ** 2).sum())
+    dense = world.nll["pico-dense", "web"].sum() / tokens.sum()
+    assert found["nll"] == pytest.approx(mean)
+    assert found["perplexity"] == pytest.approx(math.exp(mean))
+    assert found["nll_stderr"] == pytest.approx(error)
+    assert found["retained"] == pytest.approx(math.exp(dense) / math.exp(mean))
+    assert (found["windows"], found["tokens"], found["seqlen"], found["bos"]) == (6, 79, 16, "once")
+    assert (found["source"], found["dtype"], found["calibration"]) == ("texts/web", "float32", CALIBRATION)
+    assert (found["parameters"], found["operator_parameters"]) == (850, 50)
+    assert pd.isna(table.loc["none", "none", "web"]["calibration"])
+
+
+def test_accuracy_csv_recomputed():
+    world = World()
+    world.write()
+    report.main()
+    table = csv("accuracy").set_index(["criterion", "operator", "task"])
+    assert len(table) == 5 * 2
+    piqa = table.loc["shortgpt", "ghost", "piqa"]
+    for column, hits in (
+        ("acc", world.correct["pico-shortgpt-2-ghost", "piqa"]),
+        ("acc_norm", world.correct_norm["pico-shortgpt-2-ghost", "piqa"]),
+    ):
+        assert piqa[column] == pytest.approx(hits.mean())
+        assert piqa[f"{column}_stderr"] == pytest.approx(hits.std(ddof=1) / math.sqrt(40))
+    assert (piqa["questions"], piqa["available"], piqa["limit"], str(piqa["version"])) == (40, 1838, 40, "1.0")
+    boolq = table.loc["shortgpt", "ghost", "boolq"]
+    assert boolq[["acc_norm", "acc_norm_stderr"]].isna().all()
+
+
+def test_document_tables_recomputed():
+    world = World()
+    world.write()
+    report.main()
+    rows = {(line["criterion"], line["operator"]): line for line in table(text(), "arithmetic mean")}
+    assert next(iter(rows)) == ("dense", "-")
+    perplexities = {
+        key: [math.exp(world.nll[key, corpus].sum() / 90) for corpus in ("wiki", "web")]
+        for key in ("pico-dense", "pico-shortgpt-2-ghost")
+    }
+    found = rows["shortgpt", "ghost"]
+    dense, mean = (sum(values) / 2 for values in perplexities.values())
+    assert [found[c].strip("*") for c in ("wiki", "web")] == [f"{p:.2f}" for p in perplexities["pico-shortgpt-2-ghost"]]
+    assert found["arithmetic mean"].strip("*") == f"{mean:.2f}"
+    assert found["retained (dense mean / row mean)"] == f"{100 * dense / mean:.1f}%"
+    assert (found["parameters"], found["removed"], found["operator parameters"]) == ("850", "15.0%", "50")
+    assert rows["shortgpt", "none"]["removed"] == "20.0%"
+
+    rows = {(line["criterion"], line["operator"]): line for line in table(text(), "mean acc")}
+    found = rows["streamline", "none"]
+    hits = [world.correct["pico-streamline-2-none", task] for task in ("piqa", "boolq")]
+    mean = np.mean([hit.mean() for hit in hits])
+    error = math.sqrt(sum(hit.var(ddof=1) / 40 for hit in hits)) / 2
+    dense = np.mean([world.correct["pico-dense", task].mean() for task in ("piqa", "boolq")])
+    assert found["mean acc"] == f"{100 * mean:.2f} ± {100 * error:.2f}"
+    assert found["retained (row mean acc / dense mean acc)"] == f"{100 * mean / dense:.1f}%"
+    normed = world.correct_norm["pico-streamline-2-none", "piqa"]
+    assert found["mean acc_norm"].startswith(f"{100 * normed.mean():.2f} ±")
+    assert "mean acc_norm is over piqa, the tasks that have it" in text()
+
+
+def test_metrics_are_plain_nested_numbers():
+    world = World()
+    world.write()
+    report.main()
+    metrics = json.loads(Path("reports/metrics.json").read_text())["pico"]
+    assert set(metrics) == {"dense", "streamline-2", "shortgpt-2"}
+    values = metrics["streamline-2"]["ghost"]
+    expected = {c: math.exp(world.nll["pico-streamline-2-ghost", c].sum() / 90) for c in ("wiki", "web")}
+    assert values["perplexity"] == pytest.approx({**expected, "mean": sum(expected.values()) / 2})
+    accuracies = {t: world.correct["pico-dense", t].mean() for t in ("piqa", "boolq")}
+    assert metrics["dense"]["acc"] == pytest.approx({**accuracies, "mean": sum(accuracies.values()) / 2})
+
+
+def test_operators_and_similarity():
+    world = World(layers=8)
+    world.write()
+    report.main()
+    operators = csv("operators")
+    assert list(operators["operator"]) == ["ghost", "ghost"]
+    assert list(operators.columns) == schemas.SOLVE.names
+    assert operators["residual_after"][0] == 0.00306
+    assert "singular" in text()
+    similarity = csv("similarity")
+    assert list(similarity["start"]) == list(range(7))
+    assert similarity["cosine"].tolist() == pytest.approx([world.cosine(s, s + 2) for s in range(7)])
+    marked = similarity.dropna(subset="removed_by")
+    assert marked[["start", "removed_by"]].values.tolist() == [[3, "streamline"]]
+
+
+def test_settings_are_stated():
+    World().write()
+    report.main()
+    document = text()
+    assert f"Calibration: `{CALIBRATION}`" in document
+    assert "64 tokens, from texts/wiki; float32" in document
+    corpus = table(document, "predicted tokens")[1]
+    assert corpus == {
+        "corpus": "web",
+        "source": "texts/web",
+        "windows": "6",
+        "predicted tokens": "90",
+        "seqlen": "16",
+        "BOS": "once",
+        "dtype": "float32",
+    }
+    task = table(document, "asked")[0]
+    assert (task["task"], task["asked"], task["of"], task["version"]) == ("piqa", "40", "1,838", "1.0")
+    assert "Only the first questions were asked (eval_acc.limit), not all: 40 of piqa, 40 of boolq" in document
+    assert "lm-eval 0.4.13, torch 2.13.0" in document
+
+
+def test_the_order_of_the_rows_in_a_file_does_not_matter():
+    World().write()
+    report.main()
+    expected = text()
+    for path, schema in (
+        (Path("data/eval_ppl/pico-shortgpt-2-ghost.parquet"), schemas.EVAL_PPL),
+        (Path("data/eval_acc/pico-streamline-2-none-piqa.parquet"), schemas.EVAL_ACC),
+    ):
+        write_table(path, artifacts.read_table(path, schema).iloc[::-1], schema)
+    report.main()
+    assert text() == expected
+
+
+def test_nothing_is_said_of_a_limit_when_all_questions_were_asked():
+    world = World()
+    for row in world.rows:
+        for task in world.grid["tasks"]:
+            world.columns[row.key, task] = {"available": 40, "limit": None}
+    world.write()
+    report.main()
+    assert "Only the first questions" not in text()
+    assert csv("accuracy")["limit"].isna().all()
+
+
+# Bold
+
+
+def flat(world, levels, noise=0.0):
+    """Mean NLLs of the pruned rows of a world: the level of each key, the same difficulty, and independent noise."""
+    for number, (key, level) in enumerate(levels.items()):
+        for corpus in world.corpora:
+            hard = np.array([0.0, 0.5, -0.5, 1.0, -1.0, 0.25])
+            alternating = noise * np.array([1, -1, 1, -1, 1, -1]) * (-1) ** number
+            world.nll[key, corpus] = (level + hard + alternating) * 15
+    return world
+
+
+def pair(ghost, none):
+    return {"pico-streamline-2-none": none, "pico-streamline-2-ghost": ghost}
+
+
+def test_bold_when_the_paired_difference_is_clear_though_windows_vary_much():
+    world = flat(World(criteria=["streamline"], tasks=[]), pair(3.70, 3.75), noise=0.01)
+    world.write()
+    report.main()
+    perplexities = table(text(), "arithmetic mean")
+    bold = {
+        line["operator"]: [line[c].startswith("**") for c in ("wiki", "web", "arithmetic mean")]
+        for line in perplexities
+    }
+    assert bold == {"-": [False] * 3, "none": [False] * 3, "ghost": [True] * 3}
+
+
+def test_not_bold_when_the_paired_difference_is_within_its_error():
+    # SE of the difference: deviations of +-0.1 over 6 windows, std (ddof 1) 0.1095 / sqrt 6 = 0.0447
+    for difference, expected in ((0.040, False), (0.049, True)):
+        world = flat(
+            World(criteria=["streamline"], tasks=[], corpora=["wiki"]), pair(3.7, 3.7 + difference), noise=0.05
+        )
+        world.write()
+        report.main()
+        assert bool(bold_cells(text())) is expected
+
+
+def test_windows_weigh_by_their_tokens():
+    # ghost is better by 0.05 in five windows of 15 tokens, worse by 0.4 in one of a single token
+    world = flat(World(criteria=["streamline"], tasks=[], corpora=["wiki"]), pair(3.70, 3.75))
+    world.nll["pico-streamline-2-ghost", "wiki"][5] += 0.45 * 15
+    for row in world.rows:
+        world.tokens[row.key, "wiki"][5] = 1
+        world.nll[row.key, "wiki"][5] /= 15
+    world.write()
+    report.main()
+    assert [line["operator"] for line in table(text(), "arithmetic mean") if "**" in line["wiki"]] == ["ghost"]
+
+
+def test_not_bold_with_one_window():
+    world = World(tasks=[], windows=1)
+    world.write()
+    report.main()
+    assert bold_cells(text()) == []
+    assert csv("perplexity")["nll_stderr"].isna().all()
+
+
+def test_accuracy_bold_by_paired_questions():
+    # 40 questions of which both get 20 right; the better one gets `more` others right.
+    # Paired: the share d = more / 40 has the error sqrt(d (1 - d) / 39). Unpaired errors would be 0.08 each.
+    for more, expected in ((1, False), (2, True)):
+        world = World(criteria=["streamline"], corpora=[], tasks=["boolq"])
+        for row in world.rows:
+            right = 20 + more * (row.operator == "ghost")
+            world.correct[row.key, "boolq"] = np.arange(40) < right
+        world.write()
+        report.main()
+        d = more / 40
+        assert (d > math.sqrt(d * (1 - d) / 39)) is expected
+        assert bool(bold_cells(text())) is expected
+
+
+def test_bold_belongs_to_the_rows_of_one_model_and_n():
+    world = World(models=["pico", "nano"], criteria=["streamline"], n=[1, 2], tasks=[], corpora=["wiki"])
+    for row in world.rows:
+        flat(world, {row.key: {"none": 4.0, "ghost": 3.5}[row.operator] + row.n + 2 * (row.model == "nano")})
+    flat(world, {"pico-dense": 1.0, "nano-dense": 1.0})
+    world.write()
+    report.main()
+    assert len([line for line in text().splitlines() if "**" in line and "ghost" in line]) == 4
+    assert not [line for line in text().splitlines() if "**" in line and line.startswith("| dense")]
+
+
+# Which rows
+
+
+def test_rows_are_those_declared_whatever_lies_in_data():
+    World(models=["pico", "nano"], n=[1, 2], operators=["none", "diag", "ghost"], tasks=["piqa", "boolq"]).write()
+    world = World(models=["nano"], n=[2], operators=["none", "ghost"], tasks=["piqa"], corpora=["web"])
+    fewer = World(models=["nano"], n=[2], operators=["none", "ghost"], tasks=["piqa"])
+    fewer.write()
+    report.main()
+    assert set(csv("perplexity")["corpus"]) == {"wiki", "web"}
+    for name in ("perplexity", "accuracy"):
+        assert set(csv(name)["model"]) == {"nano"}
+        assert set(csv(name)["n"]) == {0, 2}
+        assert set(csv(name)["operator"]) == {"none", "ghost"}
+    assert set(csv("accuracy")["task"]) == {"piqa"}
+    assert set(csv("similarity")["n"]) == {2}
+    assert "pico" not in text()
+    assert "diag" not in text()
+    params = yaml.safe_load(Path("params.yaml").read_text())
+    params["text"]["perplexity"]["corpora"] = world.corpora
+    Path("params.yaml").write_text(yaml.safe_dump(params))
+    report.main()
+    assert set(csv("perplexity")["corpus"]) == {"web"}
+
+
+def test_several_models_and_n():
+    World(models=["pico", "nano"], n=[1, 3]).write()
+    report.main()
+    rows = list(dict.fromkeys(csv("perplexity")[["model", "n"]].itertuples(index=False, name=None)))
+    assert rows == [("pico", 0), ("pico", 1), ("pico", 3), ("nano", 0), ("nano", 1), ("nano", 3)]
+    headings = [line for line in text().splitlines() if line.startswith("##")]
+    of_model = ["### 1 layers removed", "### 3 layers removed"]
+    assert headings[:3] == ["## pico", *of_model]
+    assert headings[4:7] == ["## nano", *of_model]
+    starts = csv("similarity").groupby(["model", "n"])["start"].max().to_dict()
+    assert starts == {("pico", 1): 7, ("pico", 3): 5, ("nano", 1): 7, ("nano", 3): 5}
+
+
+def test_removed_layers_and_identical_choices():
+    world = World(n=[2, 3], layers=12)
+    world.removed["pico", "shortgpt", 2] = world.removed["pico", "streamline", 2]
+    world.removed["pico", "shortgpt", 3] = [1, 8, 9]
+    world.write()
+    report.main()
+    first, second = text().split("### 3 layers removed")
+    assert f"streamline: 5-6 (cos(h_5, h_7) = {world.cosine(5, 7):.4f})" in first
+    assert "streamline and shortgpt chose identical layers: 5-6." in first
+    assert "shortgpt: 1, 8-9 (cos(h_1, h_2)" in second
+    assert "identical" not in second
+    similarity = csv("similarity").dropna(subset="removed_by")
+    assert similarity[["n", "start", "removed_by"]].values.tolist() == [
+        [2, 5, "streamline and shortgpt"],
+        [3, 5, "streamline"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "empty",
+    [
+        {"tasks": []},
+        {"corpora": []},
+        {"n": []},
+        {"criteria": []},
+        {"operators": []},
+        {"tasks": [], "corpora": [], "n": []},
+    ],
+)
+@pytest.mark.usefixtures("drawn")
+def test_an_empty_list_leaves_a_sensible_report(empty):
+    world = World(**empty)
+    world.write()
+    report.main()
+    assert csv("perplexity")["corpus"].nunique() == len(world.corpora)
+    assert csv("accuracy")["task"].nunique() == len(world.grid["tasks"])
+    assert len(csv("perplexity")) == len(world.rows) * len(world.corpora)
+    assert ("| dense" in text()) == bool(world.corpora or world.grid["tasks"])
+    assert ("![similarity](similarity.png)" in text()) == bool(world.grid["n"])
+    assert Path("reports/similarity.png").stat().st_size > 1000
+    assert Path("reports/perplexity.png").stat().st_size > 1000
+
+
+@pytest.mark.usefixtures("drawn")
+def test_two_runs_write_the_same_bytes_and_leave_nothing_else(capsys):
+    World(n=[1, 2]).write()
+    report.main()
+    first = {path: path.read_bytes() for path in Path("reports").iterdir()}
+    printed = capsys.readouterr().out
+    report.main()
+    assert {path: path.read_bytes() for path in Path("reports").iterdir()} == first
+    assert {path.name for path in first} == {
+        *("report.md", "metrics.json", "similarity.png", "perplexity.png"),
+        *("perplexity.csv", "accuracy.csv", "operators.csv", "similarity.csv"),
+    }
+    assert b"matplotlib" not in first[Path("reports/similarity.png")]
+    assert capsys.readouterr().out == printed
+    assert "| arithmetic mean |" in printed
+    assert "mean acc" in printed
+    assert "reports/report.md" in printed
+
+
+# What goes wrong
+
+
+def test_a_perplexity_beyond_a_double_is_said_and_never_inf_in_json():
+    world = World()
+    world.nll["pico-shortgpt-2-none", "wiki"][:] = 900 * 15
+    world.nll["pico-streamline-2-none", "wiki"][:] = 15 * 15
+    world.write()
+    report.main()
+    metrics = json.loads(Path("reports/metrics.json").read_text(), parse_constant=pytest.fail)["pico"]
+    assert metrics["shortgpt-2"]["none"]["perplexity"]["wiki"] is None
+    assert metrics["shortgpt-2"]["none"]["perplexity"]["mean"] is None
+    rows = {(line["criterion"], line["operator"]): line for line in table(text(), "arithmetic mean")}
+    assert rows["shortgpt", "none"]["wiki"] == "exp(900.0)"
+    assert rows["shortgpt", "none"]["arithmetic mean"] == "> 1.8e308"
+    assert rows["streamline", "none"]["wiki"] == f"{math.exp(15):.2e}"
+    assert "`exp(x)` stands for" in text()
+    assert (
+        csv("perplexity").set_index(["criterion", "operator", "corpus"]).loc["shortgpt", "none", "wiki"]["nll"] == 900
+    )
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("tokens", 14), ("seqlen", 32), ("bos", "every-window"), ("source", "texts/other"), ("window", range(1, 7))],
+)
+def test_windows_that_differ_between_rows(column, value):
+    world = World()
+    world.columns["pico-shortgpt-2-none", "web"] = {column: value}
+    world.write()
+    expected = rf"eval_ppl/pico-dense.parquet and .*pico-shortgpt-2-none.parquet differ in column `{column}`"
+    with pytest.raises(UserError, match=expected):
+        report.main()
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("version", "2.0"), ("source", "x"), ("available", 39), ("limit", None), ("num_fewshot", 5), ("answer", 1)],
+)
+def test_questions_that_differ_between_rows(column, value):
+    world = World()
+    world.columns["pico-shortgpt-2-none", "boolq"] = {column: value}
+    world.write()
+    expected = rf"pico-dense-boolq.parquet and .*pico-shortgpt-2-none-boolq.parquet differ in column `{column}`"
+    with pytest.raises(UserError, match=expected):
+        report.main()
+
+
+@pytest.mark.parametrize(("column", "value"), [("dtype", "bfloat16"), ("calibration", "web:4x16:seed1:ffffffff")])
+def test_another_dtype_or_calibration(column, value):
+    world = World()
+    world.columns["pico-streamline-2-ghost", "piqa"] = {column: value}
+    world.write()
+    with pytest.raises(UserError, match=rf"pico-streamline-2-ghost-piqa.parquet differ in column `{column}`.*{value}"):
+        report.main()
+
+
+def test_fewer_windows_in_one_row():
+    world = World()
+    for values in (world.nll, world.tokens):
+        values["pico-shortgpt-2-ghost", "wiki"] = values["pico-shortgpt-2-ghost", "wiki"][:5]
+    world.write()
+    with pytest.raises(UserError, match="6 rows and 5 rows"):
+        report.main()
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.inf])
+def test_negative_log_likelihoods_must_be_finite(value):
+    world = World()
+    world.nll["pico-shortgpt-2-ghost", "wiki"][2] = value
+    world.write()
+    with pytest.raises(UserError, match=r"pico-shortgpt-2-ghost.parquet: column `nll` is not finite in 1 of 12 rows"):
+        report.main()
+
+
+def test_similarities_must_be_finite():
+    world = World()
+    world.cosine = lambda start, _end: math.inf if start == 3 else 0.9
+    world.write()
+    with pytest.raises(UserError, match=r"score/pico.parquet: column `cosine` is not finite"):
+        report.main()
+
+
+def test_a_window_without_tokens():
+    world = World()
+    for row in world.rows:
+        world.tokens[row.key, "wiki"][3] = 0
+    world.write()
+    with pytest.raises(UserError, match=r"pico-dense.parquet: a window predicts no token"):
+        report.main()
+
+
+def test_acc_norm_of_some_questions_only():
+    world = World()
+    world.correct_norm["pico-dense", "piqa"] = [None, *[True] * 39]
+    world.write()
+    with pytest.raises(UserError, match=r"pico-dense-piqa.parquet: column `correct_norm` is null for some"):
+        report.main()
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "score/pico",
+        "select/pico-streamline-2",
+        "solve/pico-streamline-2-none",
+        "eval_ppl/pico-dense",
+        "eval_acc/pico-shortgpt-2-ghost-boolq",
+    ],
+)
+def test_missing_and_corrupted_files_are_named_and_nothing_is_written(file):
+    World().write()
+    path = Path(f"data/{file}.parquet")
+    path.write_bytes(b"PAR1 no more")
+    with pytest.raises(UserError, match=f"{path}: cannot be read"):
+        report.main()
+    path.unlink()
+    with pytest.raises(UserError, match=f"{path}: not found"):
+        report.main()
+    assert not Path("reports").exists()
+
+
+def test_an_evaluation_without_rows():
+    world = World()
+    world.write()
+    path = Path("data/eval_ppl/pico-streamline-2-none.parquet")
+    write_table(path, pd.DataFrame(columns=schemas.EVAL_PPL.names), schemas.EVAL_PPL)
+    with pytest.raises(UserError, match=f"{path}: holds no window of the corpus 'wiki'"):
+        report.main()
+    world.write()
+    path = Path("data/eval_acc/pico-dense-piqa.parquet")
+    write_table(path, pd.DataFrame(columns=schemas.EVAL_ACC.names), schemas.EVAL_ACC)
+    with pytest.raises(UserError, match=f"{path}: holds no question"):
+        report.main()
+
+
+def test_a_file_of_another_row():
+    World().write()
+    Path("data/eval_ppl/pico-shortgpt-2-ghost.parquet").replace("data/eval_ppl/pico-shortgpt-2-none.parquet")
+    with pytest.raises(
+        UserError, match=r"pico-shortgpt-2-none.parquet: column `operator` holds 'ghost', expected 'none'"
+    ):
+        report.main()
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"), [([3], "1 layers in 1 rows"), ([3, 3], "1 layers"), ([3, 8], "layer 8")]
+)
+def test_a_selection_that_is_none(layers, message):
+    world = World(layers=8)
+    world.removed["pico", "streamline", 2] = layers
+    world.write()
+    with pytest.raises(UserError, match=rf"select/pico-streamline-2.parquet: names .*{message}|{message}"):
+        report.main()
