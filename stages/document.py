@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 
 from stages import markdown
+from stages.boundaries import runs
 from stages.keys import Row
 from stages.results import Results
 from stages.significance import perplexity
@@ -18,7 +19,6 @@ from stages.tables import (
     mean_nll,
     mean_perplexity,
     ratio,
-    runs,
     tasks_with,
 )
 

@@ -1,30 +1,25 @@
 """Stage `eval_acc`: the model's answers to one task of lm-evaluation-harness, without solved examples.
 
-Reads the row's model and the task: ``stages/tasks/<task>.yaml``, which asks the official question of a local data set,
-or else the official definition, whose data set comes from the Hub. Writes ``data/eval_acc/<key>-<task>.parquet``, one
-row per question.
+Reads the row's model and ``data/task/<task>/``. Writes ``data/eval_acc/<key>-<task>.parquet``, one row per question.
 """
 
-import difflib
 import logging
 import math
 import os
+import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from stages import params
-from stages.artifacts import write_table
+from stages.artifacts import read_json, write_table
 from stages.errors import UserError, run
 from stages.keys import parse_row
-from stages.paths import ASSETS, DATA, accuracy_file
-from stages.progress import on_terminal
+from stages.paths import DATA, accuracy_file, task_folder
 from stages.schemas import EVAL_ACC
+from stages.task import ORIGIN
 
-TASKS = Path(__file__).with_name("tasks")
-LOCAL = ASSETS / "tasks"
 SHOTS = 0
 
 
@@ -60,38 +55,25 @@ def main() -> None:
 
 
 def load_task(name: str) -> Any:
-    """The task (``lm_eval.api.task.Task``) with its questions: ours if there is one, else the official one.
+    """The task (``lm_eval.api.task.Task``) with its questions, as the stage `task` prepared it.
 
-    Raises UserError when there is none of this name, it is of an unsupported kind, or its questions cannot be loaded.
+    Raises UserError when it is of an unsupported kind, or its questions cannot be loaded.
     """
     from datasets.exceptions import DatasetsError
     from lm_eval.tasks import TaskManager
 
     where = f"params.yaml: grid.tasks: {name!r}"
-    manager = TaskManager(include_path=TASKS, include_defaults=False)
-    ours = manager.all_tasks
-    if name not in ours:
-        file = TASKS / f"{name}.yaml"
-        if file.exists():
-            raise UserError(f"{where}: stages/tasks/{file.name} cannot be read as the definition of a task {name!r}")
-        manager = TaskManager()
-    if name not in manager.all_tasks:
-        near = difflib.get_close_matches(name, {*ours, *manager.all_tasks}, n=5)
-        raise UserError(
-            f"{where}: neither in stages/tasks ({', '.join(ours)}) nor a task of lm-evaluation-harness; "
-            f"near: {', '.join(near) or 'none'}"
-        )
+    folder = task_folder(name)
+    official = read_json(folder / ORIGIN)["official"]
+    manager = TaskManager() if official else TaskManager(include_path=folder, include_defaults=False)
     if name not in manager.all_subtasks:
-        raise UserError(f"{where} is a group of tasks; name the tasks themselves")
+        raise UserError(f"{where}: {folder} holds no definition of it; delete it and run `dvc repro`")
     config = manager.task_index[name].cfg or {}
     check_config(config, where)
-    folder = Path(config["dataset_path"])
-    if folder.is_relative_to(LOCAL) and not folder.is_dir():
-        raise UserError(f"{where}: its questions, {folder}, are not there; name the data set under `assets`")
     try:
         task = manager.load(name)["tasks"][name]
     except (OSError, ValueError, KeyError, DatasetsError) as error:
-        hint = "" if name in ours else f"; stages/tasks/{name}.yaml could have it read a local folder"
+        hint = f"; stages/tasks/{name}.yaml could have it read a local folder" if official else ""
         raise UserError(f"{where}: data set {config['dataset_path']} cannot be loaded: {error}{hint}") from error
     if task.multiple_target:
         raise UserError(f"{where}: its questions have several right answers each; one is supported")
@@ -113,9 +95,8 @@ def check_config(config: dict[str, Any], where: str) -> None:
 def origin(task: Any) -> str:
     """Where a task's questions come from: data set, config, split."""
     config = task.config
-    path = Path(config.dataset_path)
-    # The same data set has the same name, wherever it was read from.
-    name = path.relative_to(LOCAL) if path.is_relative_to(LOCAL) else path
+    known = read_json(task_folder(task.task_name) / ORIGIN)
+    name = config.dataset_path if known["official"] else known["data_set"]
     return f"{name} {config.dataset_name or 'default'} {config.test_split or config.validation_split}"
 
 
@@ -136,7 +117,7 @@ def answers(task: Any, model: Any, tokenizer: Any, limit: int | None, batch_size
     # In half precision, the sum of a choice's log-probabilities would be rounded to steps that decide questions.
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, softmax_dtype="float32")
     logger.setLevel(level)
-    wrapped.loglikelihood = partial(wrapped.loglikelihood, disable_tqdm=not on_terminal())
+    wrapped.loglikelihood = partial(wrapped.loglikelihood, disable_tqdm=not sys.stderr.isatty())
     name = task.task_name
     results = evaluate(wrapped, {"tasks": {name: task}}, limit=limit, bootstrap_iters=0)
     return pd.DataFrame([_answer(task, sample) for sample in results["samples"][name]])

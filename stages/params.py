@@ -235,6 +235,8 @@ def _check_grid(path: Path, params: Params) -> None:
                 raise UserError(
                     f"{path}: grid.{axis}: {value!r} cannot name a file; use lower-case letters, digits, `_`, `.`, `-`"
                 )
+    if "mean" in params.grid.tasks:
+        raise UserError(f"{path}: grid.tasks: 'mean' is the name of the average over tasks")
     for n in params.grid.n:
         if n < 1:
             raise UserError(f"{path}: grid.n: {n} layers cannot be removed; n is at least 1 (the dense row is implied)")
@@ -272,8 +274,8 @@ def _check_text(path: Path, params: Params) -> None:
     check_name(f"{path}: text.calibration.corpus", params.text.calibration.corpus, params.corpora)
     for corpus in params.text.perplexity.corpora:
         check_name(f"{path}: text.perplexity.corpora", corpus, params.corpora)
-        if not SLUG.fullmatch(corpus) or corpus in ("calibration", "perplexity"):
+        if not SLUG.fullmatch(corpus) or corpus in ("calibration", "perplexity", "mean"):
             raise UserError(
                 f"{path}: text.perplexity.corpora: {corpus!r} cannot name a file; use lower-case letters, digits, "
-                f"`_`, `.`, `-`, and neither `calibration` nor `perplexity`"
+                f"`_`, `.`, `-`, and none of `calibration`, `perplexity`, `mean`"
             )

@@ -31,6 +31,11 @@ def corpora_index(model: str) -> Path:
     return DATA / "text" / model / "perplexity.json"
 
 
+def task_folder(task: str) -> Path:
+    """The definition and questions of a task."""
+    return DATA / "task" / task
+
+
 def score_file(model: str) -> Path:
     """The similarity of every pair of residual states (`stages.schemas.SCORE`)."""
     return DATA / "score" / f"{model}.parquet"

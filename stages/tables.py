@@ -1,7 +1,6 @@
 """The tables of the report as data frames and plain values: pure functions of what :mod:`stages.results` read."""
 
 import math
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -188,13 +187,6 @@ def similarity_table(results: Results) -> pd.DataFrame:
             ]
             parts.append(blocks[columns])
     return pd.concat(parts, ignore_index=True)
-
-
-def runs(layers: list[int]) -> list[tuple[int, int]]:
-    """The maximal runs [start, end) of consecutive indices in ascending `layers`."""
-    groups = groupby(enumerate(layers), key=lambda item: item[1] - item[0])
-    members = [[layer for _, layer in group] for _, group in groups]
-    return [(group[0], group[-1] + 1) for group in members]
 
 
 def metrics(results: Results) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from stages.errors import UserError
 from stages.paths import DATA
-from stages.progress import on_terminal
 
 WHEELS = DATA / ".wheels"
 PIN = re.compile(r"([\w.-]+)==([\w.!+]+) --hash=sha256:([0-9a-f]{64})")
@@ -99,7 +98,7 @@ def _download(wheels: list[Wheel], folder: Path) -> None:
     # Nothing is installed, so it matters not for which Python; pip's own cache would be a second copy elsewhere.
     command += ["--ignore-requires-python", "--no-cache-dir"]
     command += ["--dest", str(folder), "--requirement", str(requirements)]
-    if not on_terminal():
+    if not sys.stderr.isatty():
         command += ["--quiet", "--progress-bar=off"]
     print(f"fetching {', '.join(map(str, wheels))}", file=sys.stderr)
     done = subprocess.run(

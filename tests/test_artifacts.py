@@ -65,9 +65,14 @@ def test_wrong_columns_are_not_written(frame: pd.DataFrame, message: str) -> Non
 def test_interrupted_write_keeps_what_was_there() -> None:
     path = Path("data/x")
     artifacts.write_json(path, {"a": 1})
-    with pytest.raises(RuntimeError), artifacts.writing(path) as partial:
-        partial.write_text("half")
-        raise RuntimeError
+
+    def interrupted() -> None:
+        with artifacts.writing(path) as partial:
+            partial.write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert artifacts.read_json(path) == {"a": 1}
     assert not left_over()
 
@@ -101,15 +106,15 @@ def test_missing_artifact_is_named() -> None:
         artifacts.read_table(Path("data/x.parquet"), schemas.SELECT)
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b[:-8] + b"12345678"])
-def test_corrupted_artifacts_are_named(damage: object) -> None:
-    assert callable(damage)
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
+def test_truncated_artifacts_are_named(kept: float) -> None:
     artifacts.write_table(Path("x"), FRAME, schemas.SELECT)
-    Path("x").write_bytes(damage(Path("x").read_bytes()))
+    write_tensors(Path("y"), {"a": torch.ones(100)})
+    for file in (Path("x"), Path("y")):
+        content = file.read_bytes()
+        file.write_bytes(content[: int(kept * len(content))])
     with pytest.raises(UserError, match="x: cannot be read"):
         artifacts.read_table(Path("x"), schemas.SELECT)
-    write_tensors(Path("y"), {"a": torch.ones(100)})
-    Path("y").write_bytes(damage(Path("y").read_bytes())[:-8])
     with pytest.raises(UserError, match="y: cannot be read"):
         read_tensors(Path("y"))
 

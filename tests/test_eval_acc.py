@@ -15,14 +15,16 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from stages import assets, checkpoint, eval_acc, params, patched
+from stages import assets, checkpoint, eval_acc, params, patched, task
 from stages.artifacts import read_table
 from stages.errors import UserError
+from stages.paths import ASSETS, task_folder
 from stages.schemas import EVAL_ACC
 
 SOURCE = Path(__file__).parents[1]
 OFFICIAL = Path(lm_eval.tasks.__file__).parent
-OURS = sorted(eval_acc.TASKS.glob("*.yaml"))
+OURS = sorted(task.OURS.glob("*.yaml"))
+LOCAL = ASSETS / "tasks"
 LINES = {
     "piqa": [
         {"question": "ice box", "options": "A. add water \nB. add some soda", "answer": "B. add some soda"},
@@ -76,15 +78,22 @@ def project(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "params.yaml").write_text((SOURCE / "params.yaml").read_text(encoding="utf-8"), encoding="utf-8")
     for name, lines in LINES.items():
-        task = assets.ALL_ASSETS[name]
-        folder = tmp_path / eval_acc.LOCAL / task.hub_id
-        (folder / task.config).mkdir(parents=True)
+        asset = assets.ALL_ASSETS[name]
+        folder = tmp_path / LOCAL / asset.hub_id
+        (folder / asset.config).mkdir(parents=True)
         content = "\n".join(json.dumps(line) for line in lines).encode()
-        (folder / task.config / f"{task.split}.parquet").write_bytes(
-            assets.parquet(assets.convert(content, task, name))
+        (folder / asset.config / f"{asset.split}.parquet").write_bytes(
+            assets.parquet(assets.convert(content, asset, name))
         )
-        (folder / "README.md").write_text(assets.card(task), encoding="utf-8")
+        (folder / "README.md").write_text(assets.card(asset), encoding="utf-8")
+        prepare(monkeypatch, name)
     return tmp_path
+
+
+def prepare(monkeypatch, name: str) -> None:
+    """Run the stage `task` for one task."""
+    monkeypatch.setattr(sys, "argv", ["task", "--task", name])
+    task.main()
 
 
 @pytest.fixture
@@ -199,7 +208,7 @@ def test_not_finite_stops_with_the_question(model, tokenizer):
 
 
 def test_answer_outside_the_choices_is_an_error(project, model, tokenizer):
-    file = project / eval_acc.LOCAL / "baber/piqa/plain_text/validation.parquet"
+    file = project / task_folder("piqa") / "questions/plain_text/validation.parquet"
     frame = pd.read_parquet(file)
     frame.assign(label=[1, 0, -1, 0, 1]).to_parquet(file)
     with pytest.raises(UserError, match=r"question 2: the right answer is -1, which is none of its 2 choices"):
@@ -208,25 +217,38 @@ def test_answer_outside_the_choices_is_an_error(project, model, tokenizer):
 
 @pytest.mark.usefixtures("project", "few_official")
 @pytest.mark.parametrize(
-    ("task", "message"),
+    ("name", "message"),
     [
-        ("piqqa", r"neither in stages/tasks \(openbookqa, piqa\) nor a task of lm-evaluation-harness; near: piqa"),
-        ("zzz", "near: none"),
-        ("ai2_arc", "is a group of tasks"),
         ("gsm8k", "output type generate_until; only multiple_choice"),
         ("truthfulqa_mc2", "scores its answers with code of its own"),
     ],
 )
-def test_unusable_task_stops_before_the_model(task, message, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["eval_acc", "--model", "smollm2", "--task", task])
+def test_unusable_task_stops_before_the_model(name, message, monkeypatch):
+    prepare(monkeypatch, name)
+    monkeypatch.setattr(sys, "argv", ["eval_acc", "--model", "smollm2", "--task", name])
     monkeypatch.setattr(patched, "load_row", lambda *_: pytest.fail("the model was loaded"))
-    with pytest.raises(UserError, match=f"params.yaml: grid.tasks: '{task}'.*{message}"):
+    with pytest.raises(UserError, match=f"params.yaml: grid.tasks: '{name}'.*{message}"):
         eval_acc.main()
+
+
+@pytest.mark.usefixtures("project", "few_official")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("piqqa", r"neither in stages/tasks \(openbookqa, piqa\) nor a task of lm-evaluation-harness; near: piqa"),
+        ("zzz", "near: none"),
+        ("ai2_arc", "is a group of tasks"),
+    ],
+)
+def test_unknown_task_is_named(name, message, monkeypatch):
+    with pytest.raises(UserError, match=f"params.yaml: grid.tasks: '{name}'.*{message}"):
+        prepare(monkeypatch, name)
 
 
 @pytest.mark.usefixtures("project", "few_official")
 def test_official_task_is_read_from_the_hub(monkeypatch):
     asked = []
+    prepare(monkeypatch, "arc_easy")
 
     def refuse(path, name, **_):
         asked.append((path, name))
@@ -245,24 +267,27 @@ def test_task_without_acc_is_an_error():
     eval_acc.check_config({"output_type": "multiple_choice"}, "here")
 
 
-def test_missing_local_questions_are_named(project):
-    (project / eval_acc.LOCAL / "baber/piqa").rename(project / "elsewhere")
+def test_missing_local_questions_are_named(project, monkeypatch):
+    (project / LOCAL / "baber/piqa").rename(project / "elsewhere")
     with pytest.raises(UserError, match=r"grid.tasks: 'piqa': its questions, data/assets/tasks/baber/piqa, are not"):
-        eval_acc.load_task("piqa")
+        prepare(monkeypatch, "piqa")
 
 
 def test_damaged_local_questions_are_named(project):
-    (project / eval_acc.LOCAL / "baber/piqa/plain_text/validation.parquet").write_bytes(b"PAR1")
-    with pytest.raises(UserError, match=r"'piqa': data set data/assets/tasks/baber/piqa cannot be loaded"):
+    (project / task_folder("piqa") / "questions/plain_text/validation.parquet").write_bytes(b"PAR1")
+    with pytest.raises(UserError, match=r"'piqa': data set data/task/piqa/questions cannot be loaded"):
         eval_acc.load_task("piqa")
 
 
 @pytest.mark.usefixtures("project")
-def test_broken_task_file_is_named(monkeypatch, tmp_path):
-    (tmp_path / "piqa.yaml").write_text("task: [", encoding="utf-8")
-    monkeypatch.setattr(eval_acc, "TASKS", tmp_path)
-    with pytest.raises(UserError, match=r"stages/tasks/piqa.yaml cannot be read"):
-        eval_acc.load_task("piqa")
+@pytest.mark.parametrize(
+    ("content", "message"), [("task: [", "not valid YAML"), ("task: other", "must define `task: piqa`")]
+)
+def test_broken_task_file_is_named(content, message, monkeypatch, tmp_path):
+    (tmp_path / "piqa.yaml").write_text(content, encoding="utf-8")
+    monkeypatch.setattr(task, "OURS", tmp_path)
+    with pytest.raises(UserError, match=message):
+        prepare(monkeypatch, "piqa")
 
 
 @pytest.mark.parametrize("file", OURS, ids=lambda file: file.stem)
@@ -271,7 +296,7 @@ def test_task_file_asks_the_official_question(file):
     (found,) = [path for path in OFFICIAL.rglob(file.name) if path.parent.name == file.stem]
     official = yaml.safe_load(found.read_text(encoding="utf-8"))
     assert file.stem == ours["task"]
-    assert ours.pop("dataset_path") == f"{eval_acc.LOCAL}/{official.pop('dataset_path')}"
+    assert ours.pop("dataset_path") == f"{LOCAL}/{official.pop('dataset_path')}"
     splits = [config.pop("test_split") or config.pop("validation_split") for config in (ours, official)]
     assert splits[0] == splits[1]
     assert ours["training_split"] is None
@@ -283,7 +308,7 @@ def test_task_files_read_what_assets_writes():
     for file in OURS:
         ours = yaml.safe_load(file.read_text(encoding="utf-8"))
         asset = assets.ALL_ASSETS[file.stem]
-        assert Path(ours["dataset_path"]) == eval_acc.LOCAL / asset.hub_id
+        assert Path(ours["dataset_path"]) == LOCAL / asset.hub_id
         assert ours["dataset_name"] in (None, asset.config)
         assert (ours["test_split"] or ours["validation_split"]) == asset.split
 

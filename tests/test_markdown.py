@@ -5,8 +5,8 @@ import math
 import pytest
 
 from stages import markdown
+from stages.boundaries import runs
 from stages.significance import Estimate
-from stages.tables import runs
 
 
 @pytest.mark.parametrize(
