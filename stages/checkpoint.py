@@ -1,5 +1,6 @@
 """Loading what the stage `model` prepared: ``data/model/<model>`` is a checkpoint, or says where one is."""
 
+import hashlib
 from pathlib import Path
 from typing import Any, cast
 
@@ -7,14 +8,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from stages.artifacts import read_json
+from stages.artifacts import read_json, write_json
 from stages.decoder import check_architecture
 from stages.device import forward_device
 from stages.errors import UserError
-from stages.paths import model_folder
+from stages.paths import DATA, model_folder
 
 SOURCE = "source.json"
 """In ``data/model/<model>``: kind (`gguf`, `path` or `id`), location, revision, fingerprints."""
+MEMO = DATA / ".cache/fingerprints.json"
+"""SHA-256 of local checkpoints' files, so that each is read once per change and machine."""
 
 
 def location(name: str) -> tuple[str, dict[str, Any]]:
@@ -28,20 +31,36 @@ def location(name: str) -> tuple[str, dict[str, Any]]:
     if source["kind"] == "id":
         return source["location"], {"revision": source["revision"]}
     folder = Path(source["location"])
-    for file, known in source["files"].items():
-        size = (folder / file).stat().st_size if (folder / file).exists() else None
-        if size != known["size"]:
-            found = "is missing" if size is None else f"has {size} bytes instead of {known['size']}"
-            raise UserError(
-                f"{folder / file}: {found}; the checkpoint changed since it was recorded: `dvc repro -f model@{name}`"
-            )
+    memo = read_json(MEMO) if MEMO.exists() else {}
+    for relative, known in source["files"].items():
+        file = folder / relative
+        if not file.exists() or fingerprint(file, memo) != known["sha256"]:
+            what = "changed" if file.exists() else "is gone"
+            raise UserError(f"{file}: {what} since it was recorded; `dvc repro -f model@{name}` takes it as it is now")
+    write_json(MEMO, memo)
     return str(folder), {}
+
+
+def fingerprint(file: Path, memo: dict[str, Any]) -> str:
+    """SHA-256 in hex; read anew only when size or modification time differ from those in `memo`, which is updated."""
+    status = file.stat()
+    stamp = [status.st_size, status.st_mtime_ns]
+    known = memo.get(str(file.absolute()))
+    if known is None or known["stamp"] != stamp:
+        known = memo[str(file.absolute())] = {"stamp": stamp, "sha256": sha256(file)}
+    return str(known["sha256"])
+
+
+def sha256(file: Path) -> str:
+    """The file's SHA-256 in hex."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def load_config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
     """The configuration of a model. Raises UserError when its architecture is not supported."""
     place, extra = location(name)
-    config = _load(AutoConfig, place, trust_remote_code=trust_remote_code, **extra)
+    config = from_pretrained(AutoConfig, place, place, trust_remote_code=trust_remote_code, **extra)
     check_architecture(config, f"params.yaml: models.{name}")
     return cast(PreTrainedConfig, config)
 
@@ -49,7 +68,7 @@ def load_config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
 def load_tokenizer(name: str, trust_remote_code: bool) -> Tokenizer:
     """The tokenizer of a model."""
     place, extra = location(name)
-    return cast(Tokenizer, _load(AutoTokenizer, place, trust_remote_code=trust_remote_code, **extra))
+    return cast(Tokenizer, from_pretrained(AutoTokenizer, place, place, trust_remote_code=trust_remote_code, **extra))
 
 
 def load_model(name: str, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
@@ -60,8 +79,9 @@ def load_model(name: str, dtype: str, trust_remote_code: bool) -> PreTrainedMode
     """
     load_config(name, trust_remote_code)
     place, extra = location(name)
-    model, info = _load(
+    model, info = from_pretrained(
         AutoModelForCausalLM,
+        place,
         place,
         dtype=getattr(torch, dtype),
         trust_remote_code=trust_remote_code,
@@ -69,19 +89,24 @@ def load_model(name: str, dtype: str, trust_remote_code: bool) -> PreTrainedMode
         output_loading_info=True,
         **extra,
     )
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        if info.get(kind):
-            raise UserError(f"{place}: {kind.replace('_', ' ')} in the checkpoint: {sorted(map(str, info[kind]))[:5]}")
+    check_weights(info, place)
     return cast(PreTrainedModel, model.to(forward_device()).eval())
 
 
-def _load(loader: Any, place: str, **options: Any) -> Any:
+def check_weights(info: dict[str, Any], where: str) -> None:
+    """Raise UserError unless a checkpoint's weights are exactly the model's; transformers makes missing ones random."""
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if info.get(kind):
+            raise UserError(f"{where}: {kind.replace('_', ' ')} in the checkpoint: {sorted(map(str, info[kind]))[:5]}")
+
+
+def from_pretrained(loader: Any, place: str, where: str, **options: Any) -> Any:
+    """``loader.from_pretrained(place, **options)``; whatever it raises becomes a UserError that names `where`.
+
+    The libraries below raise many types, bare exceptions among them, for damaged or inconsistent files.
+    """
     try:
         return loader.from_pretrained(place, **options)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{place}: cannot be loaded: {str(error).strip()}") from error
     except Exception as error:
-        # safetensors raises its own type for a truncated file.
-        if type(error).__name__ != "SafetensorError":
-            raise
-        raise UserError(f"{place}: a weights file cannot be read: {error}") from error
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        raise UserError(f"{where}: cannot be loaded: {' '.join(lines[:3])}") from error

@@ -47,11 +47,16 @@ def _documents(file: Path, corpus: Corpus) -> list[str]:
         schema = pq.read_schema(file)
         if corpus.column not in schema.names:
             raise UserError(f"{file}: has no column {corpus.column!r}; its columns are {', '.join(schema.names)}")
-        return [str(text) for text in pq.read_table(file, columns=[corpus.column])[corpus.column].to_pylist()]
+        texts = pq.read_table(file, columns=[corpus.column])[corpus.column]
+        if not (pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type)) or texts.null_count:
+            raise UserError(
+                f"{file}: column {corpus.column!r} holds {texts.type}s, {texts.null_count} nulls; needs text"
+            )
+        return list(texts.to_pylist())
     text = file.read_text(encoding="utf-8")
     if corpus.format == "wikiextractor":
         return [match.strip() for match in DOCUMENT.findall(text)]
-    return text.splitlines() if corpus.format == "lines" else [text]
+    return text.removesuffix("\n").split("\n") if corpus.format == "lines" else [text]
 
 
 def token_windows(tokenizer: Any, texts: list[str], seqlen: int, bos: str, where: str) -> list[list[int]]:

@@ -36,13 +36,13 @@ def main() -> None:
     from stages.patched import load_row
 
     source = settings.models[row.model]
-    model, calibration = load_row(row, settings)
+    model, made_with = load_row(row, settings)
     tokenizer = load_tokenizer(row.model, source.trust_remote_code)
     wanted = settings.eval_acc
     frame = answers(task, model, tokenizer, wanted.limit, wanted.batch_size).assign(
         **row.columns(),
         dtype=source.dtype,
-        calibration=calibration,
+        **made_with,
         task=given.task,
         version=str(task.VERSION),
         source=origin(task),

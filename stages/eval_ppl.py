@@ -30,7 +30,10 @@ def main() -> None:
     settings = params.load()
     params.check_name("params.yaml: models", row.model, settings.models)
     corpora = read_corpora(row.model)
-    model, calibration = load_row(row, settings)
+    if not corpora:
+        write_table(perplexity_file(row), pd.DataFrame(columns=EVAL_PPL.names), EVAL_PPL)
+        return
+    model, made_with = load_row(row, settings)
     operators = [module for module in model.modules() if isinstance(module, BoundaryOperator)]
     frames = []
     for corpus, text in corpora.items():
@@ -42,9 +45,9 @@ def main() -> None:
     table = pd.concat(frames, ignore_index=True).assign(
         **row.columns(),
         dtype=settings.models[row.model].dtype,
-        calibration=calibration,
+        **made_with,
         parameters=model.num_parameters(),
-        operator_parameters=sum(operator.change.numel() for operator in operators),
+        operator_parameters=sum(weight.numel() for operator in operators for weight in operator.parameters()),
     )
     write_table(perplexity_file(row), table, EVAL_PPL)
 
@@ -61,8 +64,6 @@ def read_corpora(model: str) -> dict[str, pd.DataFrame]:
         if hashlib.sha256(file.read_bytes()).hexdigest() != known["sha256"]:
             raise UserError(f"{file}: is not the file listed in {corpora_index(model)}; run `dvc checkout`")
         found[corpus] = read_table(file, CORPUS_TEXT)
-    if not found:
-        raise UserError("params.yaml: text.perplexity.corpora: empty; name at least one corpus")
     return found
 
 

@@ -1,9 +1,9 @@
 """Stage `grid`: the rows that ``params.yaml`` declares, and nothing else in the folders that the report reads.
 
-DVC can only depend on a whole folder where the number of files varies. So that results of rows no longer declared
-neither change the report's dependencies nor differ between two people's folders, this stage takes them out of
-``data/eval_ppl`` and ``data/eval_acc``; DVC's cache keeps them, and brings them back when they are declared again.
-Writes ``data/grid.parquet``.
+DVC can only depend on a whole folder where the number of files varies. So that artifacts of rows no longer declared
+neither change the report's dependencies nor differ between two people's folders, this stage moves them to
+``data/.undeclared``; DVC restores them from its cache when they are declared again. Its own output is never taken from
+the run cache (``persist``), since what it does to the folders would not be. Writes ``data/grid.parquet``.
 """
 
 from pathlib import Path
@@ -28,6 +28,7 @@ from stages.schemas import GRID as SCHEMA
 
 REPORTED = ("score", "select", "solve", "eval_ppl", "eval_acc")
 """Folders of `data` that the report depends on as a whole."""
+UNDECLARED = DATA / ".undeclared"
 
 
 def main() -> None:
@@ -36,8 +37,9 @@ def main() -> None:
     rows = settings.rows()
     for folder, declared in files(settings).items():
         folder.mkdir(parents=True, exist_ok=True)
-        for file in sorted(set(folder.iterdir()) - declared):
-            file.unlink()
+        for file in sorted({file for file in folder.iterdir() if file.is_file()} - declared):
+            UNDECLARED.joinpath(folder.name).mkdir(parents=True, exist_ok=True)
+            file.replace(UNDECLARED / folder.name / file.name)
     write_table(GRID, pd.DataFrame([{**row.columns(), "key": row.key} for row in rows]), SCHEMA)
 
 

@@ -4,8 +4,6 @@ Reads the source named in ``params.yaml``: a GGUF file is converted, once; of a 
 fingerprints are recorded; a Hub model is only resolved to its pinned revision. Writes ``data/model/<model>/``.
 """
 
-import hashlib
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stages import params
 from stages.artifacts import write_json, writing
-from stages.checkpoint import SOURCE
+from stages.checkpoint import SOURCE, check_weights, from_pretrained, sha256
 from stages.decoder import check_architecture
 from stages.errors import UserError, run
 from stages.keys import parse_row
@@ -34,8 +32,6 @@ def main() -> None:
         source = {"kind": "path", "location": model.path, "files": fingerprints(Path(model.path), f"{where}.path")}
         write_source(row.model, source)
     else:
-        if model.revision is None:
-            raise UserError(f"{where}.revision: missing; a Hub model needs its commit, 40 hex digits")
         write_source(row.model, {"kind": "id", "location": model.id, "revision": model.revision})
 
 
@@ -59,24 +55,20 @@ def fingerprints(folder: Path, where: str) -> dict[str, dict[str, Any]]:
     return {file.name: {"size": file.stat().st_size, "sha256": sha256(file)} for file in files}
 
 
-def sha256(file: Path) -> str:
-    """The file's SHA-256 in hex."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def convert_gguf(file: Path, dtype: str, target: Path, where: str) -> None:
     """Dequantise a GGUF file and write model and tokenizer as a checkpoint in `dtype`.
 
-    Raises UserError when the file is missing, empty, not a GGUF, truncated, or of an unsupported architecture.
+    Raises UserError when the file is missing, empty, not a GGUF, truncated, lacks a tensor, or is of an unsupported
+    architecture.
     """
     check_gguf(file, where)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=getattr(torch, dtype))
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    except (ValueError, OSError, KeyError, IndexError, struct.error) as error:
-        raise UserError(f"{where}: cannot be read as GGUF: {str(error).splitlines()[0]}") from error
+    source = {"gguf_file": file.name}
+    model, info = from_pretrained(
+        AutoModelForCausalLM, str(file.parent), where, dtype=getattr(torch, dtype), output_loading_info=True, **source
+    )
     check_architecture(model.config, where)
+    check_weights(info, where)
+    tokenizer = from_pretrained(AutoTokenizer, str(file.parent), where, **source)
     # A converted model is an ordinary one; `save_pretrained` refuses while it calls itself quantised. Where the file
     # came from would be this machine's path.
     del model.config.quantization_config

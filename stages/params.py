@@ -9,17 +9,20 @@ import difflib
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
 from stages.errors import UserError
 from stages.keys import DENSE, Row
 
 PARAMS = Path("params.yaml")
 ROOT = Path(__file__).parent
-SLUG = re.compile(r"[a-z0-9][a-z0-9_.]*(-[a-z0-9_.]+)*")
+SLUG = re.compile(r"[a-z0-9][a-z0-9_]*(-[a-z0-9_]+)*")
+"""Names of files and of keys that DVC looks up, where a dot would lead into a section."""
+SLUG_RULE = "use lower-case letters, digits, `_` and `-`"
 
 
 class Section(BaseModel):
@@ -161,12 +164,15 @@ class Params(Section):
 
 
 def load(path: Path = PARAMS) -> Params:
-    """Read and check params.yaml. Raises UserError naming the key, its value and what is allowed."""
+    """Read and check params.yaml, with the YAML reader that DVC uses, so that both see the same values.
+
+    Raises UserError naming the key, its value and what is allowed.
+    """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{path}: not found in {Path.cwd()}; run from the project's folder") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: must hold a mapping of sections, found {type(content).__name__}")
@@ -184,12 +190,23 @@ def available(package: str) -> list[str]:
     return sorted(file.stem for file in (ROOT / package).glob("*.py") if not file.stem.startswith("_"))
 
 
-def options(package: str, name: str, function: str) -> set[str]:
-    """Keyword-only parameters of a criterion's or operator's function, read without importing its libraries."""
+class Option(NamedTuple):
+    """An option of a criterion or operator: its type, by name, and whether it must be given."""
+
+    type: str
+    required: bool
+
+
+TYPES: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "str": (str,), "bool": (bool,)}
+
+
+def options(package: str, name: str, function: str) -> dict[str, Option]:
+    """The options of a criterion or operator: its function's keyword-only parameters, read without importing it."""
     module = ast.parse((ROOT / package / f"{name}.py").read_text(encoding="utf-8"))
     for node in module.body:
         if isinstance(node, ast.FunctionDef) and node.name == function:
-            return {argument.arg for argument in node.args.kwonlyargs}
+            arguments = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+            return {a.arg: Option(ast.unparse(a.annotation or ast.Name("")), d is None) for a, d in arguments}
     raise UserError(f"stages/{package}/{name}.py: defines no function `{function}`")
 
 
@@ -232,9 +249,7 @@ def _check_grid(path: Path, params: Params) -> None:
             if values.count(value) > 1:
                 raise UserError(f"{path}: grid.{axis}: {value!r} is listed twice")
             if isinstance(value, str) and not SLUG.fullmatch(value):
-                raise UserError(
-                    f"{path}: grid.{axis}: {value!r} cannot name a file; use lower-case letters, digits, `_`, `.`, `-`"
-                )
+                raise UserError(f"{path}: grid.{axis}: {value!r} cannot name a file; {SLUG_RULE}")
     if "mean" in params.grid.tasks:
         raise UserError(f"{path}: grid.tasks: 'mean' is the name of the average over tasks")
     for n in params.grid.n:
@@ -255,27 +270,35 @@ def _check_grid(path: Path, params: Params) -> None:
             check_name(f"{path}: {key}", name, available(package))
             known = options(package, name, function)
             if package == "criteria":
-                known |= {"protect_first", "protect_last"}
-                _check_protected(path, name, given)
-            for option in given:
-                check_name(f"{path}: {key}.{name}", option, sorted(known))
+                known |= dict.fromkeys(("protect_first", "protect_last"), Option("int", True))
+            _check_options(f"{path}: {key}.{name}", given, known)
     if DENSE in params.grid.criteria:
         raise UserError(f"{path}: grid.criteria: {DENSE!r} is the name of the unpruned row")
 
 
-def _check_protected(path: Path, criterion: str, given: dict[str, Any]) -> None:
-    for option in ("protect_first", "protect_last"):
-        value = given.get(option)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise UserError(f"{path}: select.{criterion}.{option} = {value!r}: must be given, a whole number from 0")
+def _check_options(where: str, given: dict[str, Any], known: dict[str, Option]) -> None:
+    for name in given:
+        check_name(where, name, sorted(known))
+    for name, option in known.items():
+        if option.required and name not in given:
+            raise UserError(f"{where}.{name}: missing; needs a value of type {option.type}")
+    for name, value in given.items():
+        kind = known[name].type
+        wrong = kind in TYPES and (not isinstance(value, TYPES[kind]) or isinstance(value, bool) != (kind == "bool"))
+        if wrong:
+            raise UserError(f"{where}.{name} = {value!r}: must be of type {kind}")
+        if name.startswith("protect_") and value < 0:
+            raise UserError(f"{where}.{name} = {value}: must be at least 0")
 
 
 def _check_text(path: Path, params: Params) -> None:
     check_name(f"{path}: text.calibration.corpus", params.text.calibration.corpus, params.corpora)
     for corpus in params.text.perplexity.corpora:
+        if params.text.perplexity.corpora.count(corpus) > 1:
+            raise UserError(f"{path}: text.perplexity.corpora: {corpus!r} is listed twice")
         check_name(f"{path}: text.perplexity.corpora", corpus, params.corpora)
         if not SLUG.fullmatch(corpus) or corpus in ("calibration", "perplexity", "mean"):
             raise UserError(
-                f"{path}: text.perplexity.corpora: {corpus!r} cannot name a file; use lower-case letters, digits, "
-                f"`_`, `.`, `-`, and none of `calibration`, `perplexity`, `mean`"
+                f"{path}: text.perplexity.corpora: {corpus!r} cannot name a file; {SLUG_RULE}, and none of "
+                f"`calibration`, `perplexity`, `mean`"
             )

@@ -7,15 +7,16 @@ Reads ``data/select/<selection>.parquet``, ``data/solve/<key>.safetensors`` and 
 import json
 
 import torch
+from transformers import PreTrainedModel
 
 from stages import params
-from stages.artifacts import read_json, read_table
+from stages.artifacts import read_json, read_table, writing
 from stages.boundaries import Segment, runs
-from stages.checkpoint import SOURCE, load_config
+from stages.checkpoint import SOURCE, load_config, load_model
 from stages.device import forward_device
 from stages.errors import UserError, run
 from stages.keys import parse_row
-from stages.patched import load_row, write_adapter
+from stages.patched import load_patched, write_adapter
 from stages.paths import diagnostics_file, model_folder, patch_folder, select_file, solve_file
 from stages.schemas import SELECT, SOLVE
 from stages.tensors import read_tensors
@@ -29,7 +30,8 @@ def main() -> None:
     selection = read_table(select_file(row), SELECT)
     solved = read_table(diagnostics_file(row), SOLVE)
     tensors, _ = read_tensors(solve_file(row))
-    config = load_config(row.model, settings.models[row.model].trust_remote_code)
+    source = settings.models[row.model]
+    config = load_config(row.model, source.trust_remote_code)
     removed = sorted(int(layer) for layer in selection["layer"])
     boundaries = runs(removed)
     if tensors and set(tensors) != {boundary.name for boundary in boundaries}:
@@ -55,12 +57,18 @@ def main() -> None:
         "residual_after": solved["residual_after"].tolist(),
     }
     operators = {Segment.parse(name): matrix for name, matrix in tensors.items()}
-    write_adapter(patch_folder(row), description, operators)
-    model = load_row(row, settings).model
-    with torch.no_grad():
-        logits = model(input_ids=torch.arange(8, device=forward_device())[None] % config.vocab_size).logits
-    if not torch.isfinite(logits).all():
-        raise UserError(f"{patch_folder(row)}: the patched model's logits have NaN or infinity")
+    base = load_model(row.model, source.dtype, source.trust_remote_code)
+    with writing(patch_folder(row)) as folder:
+        write_adapter(folder, description, operators)
+        check(load_patched(base, folder), f"{row.key} in {source.dtype}")
+
+
+@torch.no_grad()
+def check(model: PreTrainedModel, what: str) -> None:
+    """Raise UserError, naming `what`, unless a short forward pass gives finite logits."""
+    ids = torch.arange(8, device=forward_device())[None] % model.config.vocab_size
+    if not torch.isfinite(model(input_ids=ids).logits).all():
+        raise UserError(f"{what}: the patched model's logits have NaN or infinity; try another `dtype` for the model")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ An adapter is a folder: ``adapter.json`` says what it is and which base it fits,
 operators. :func:`load_patched` puts it on a base model; the result is still the ordinary model class.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from stages.artifacts import read_json, write_json, writing
+from stages.artifacts import read_json, write_json
 from stages.boundaries import Segment, runs
 from stages.checkpoint import load_model
 from stages.decoder import decoder_layers, remove_layers
@@ -83,15 +84,14 @@ def _after(layer: nn.Module, _positional: tuple[Any, ...], output: Tensor) -> Te
 
 
 def write_adapter(folder: Path, description: dict[str, Any], operators: Mapping[Segment, Tensor]) -> None:
-    """Write an adapter: `description` without its format version, and the operators W, float64 [C, C]."""
+    """Write an adapter into `folder`: `description` with the format version, and the operators W, float64 [C, C]."""
     changes = {
         segment.name: (matrix - torch.eye(len(matrix), dtype=matrix.dtype)).float()
         for segment, matrix in operators.items()
     }
-    with writing(folder) as partial:
-        partial.mkdir()
-        write_tensors(partial / OPERATORS, changes)
-        write_json(partial / DESCRIPTION, {**description, "format_version": FORMAT})
+    folder.mkdir()
+    write_tensors(folder / OPERATORS, changes)
+    write_json(folder / DESCRIPTION, {**description, "format_version": FORMAT})
 
 
 def read_description(folder: Path) -> dict[str, Any]:
@@ -137,15 +137,20 @@ def base_shape(model: PreTrainedModel) -> dict[str, Any]:
 
 
 class LoadedRow(NamedTuple):
-    """A row's model, ready to evaluate, and the id of the calibration text it was made with (None: dense)."""
+    """A row's model, ready to evaluate, and what it was made with."""
 
     model: PreTrainedModel
-    calibration: str | None
+    made_with: dict[str, str | None]
+    """The columns calibration, boundary and options of the evaluation tables; all None for the dense row."""
 
 
 def load_row(row: Row, settings: Params) -> LoadedRow:
     """Load the model of a row of the tables: the base, with the row's adapter unless it is the dense row."""
+    made_with = dict.fromkeys(("calibration", "boundary", "options"))
+    if not row.dense:
+        description = read_description(patch_folder(row))
+        made_with = {name: description[name] for name in ("calibration", "boundary")}
+        made_with["options"] = json.dumps(description["options"], sort_keys=True)
     source = settings.models[row.model]
-    calibration = None if row.dense else read_description(patch_folder(row))["calibration"]
     model = load_model(row.model, source.dtype, source.trust_remote_code)
-    return LoadedRow(model if row.dense else load_patched(model, patch_folder(row)), calibration)
+    return LoadedRow(model if row.dense else load_patched(model, patch_folder(row)), made_with)

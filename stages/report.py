@@ -1,21 +1,21 @@
 """Stage `report`: the comparison tables and pictures of the rows that params.yaml declares.
 
-Reads params.yaml (which rows, and where the calibration text comes from) and the artifacts of those rows; every number
-is computed from the artifacts. Writes into ``reports/``: ``report.md``, ``metrics.json``, ``perplexity.csv``,
-``accuracy.csv``, ``operators.csv``, ``similarity.csv``, ``similarity.png`` and ``perplexity.png``; prints the tables.
+Reads params.yaml (which rows) and the artifacts of those rows; every number is computed from the artifacts. Writes into
+``reports/``: ``report.md``, ``metrics.json``, ``perplexity.csv``, ``accuracy.csv``, ``summary.csv``, ``operators.csv``,
+``similarity.csv``, ``similarity.png`` and ``perplexity.png``; prints the tables.
 """
 
 from pathlib import Path
 
 import pandas as pd
 
-from stages import pictures, results, tables
 from stages.artifacts import write_json, writing
-from stages.document import document, summary
 from stages.errors import run
 from stages.keys import Row
 from stages.params import load
 from stages.paths import REPORTS
+from stages.reporting import pictures, results, tables
+from stages.reporting.document import document, summary
 
 
 def similarity_panels(found: results.Results, blocks: pd.DataFrame) -> list[list[pictures.SimilarityPanel]]:
@@ -64,6 +64,7 @@ def main() -> None:
     frames = {
         "perplexity": tables.perplexity_table(found),
         "accuracy": tables.accuracy_table(found),
+        "summary": tables.summary_table(found),
         "operators": tables.operator_table(found),
         "similarity": blocks,
     }
@@ -76,8 +77,7 @@ def main() -> None:
     with writing(REPORTS / "perplexity.png") as partial:
         pictures.save(lambda: pictures.perplexities(compared), partial)
     shown = [*(["similarity.png"] if found.scores else []), *(["perplexity.png"] if any(compared) else [])]
-    sources = {name: corpus.source for name, corpus in params.corpora.items()}
-    _write_text(REPORTS / "report.md", document(found, sources, shown))
+    _write_text(REPORTS / "report.md", document(found, shown))
     print(f"{summary(found)}\n\nThe report: {REPORTS / 'report.md'}")
 
 

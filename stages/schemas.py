@@ -48,9 +48,16 @@ CALIBRATION = Column(
     "null for the dense row, which needs none",
     nullable=True,
 )
+BOUNDARY = Column(
+    "boundary",
+    pa.string(),
+    "`run`: one operator per removed run; `layer`: a product of one per removed layer; null for the dense row",
+    nullable=True,
+)
+OPTIONS = Column("options", pa.string(), "the operator's options as JSON; null for the dense row", nullable=True)
 SEQLEN = Column("seqlen", pa.int64(), "tokens in one sequence or window")
 CORPUS = Column("corpus", pa.string(), "the corpus' name in params.yaml")
-SOURCE = Column("source", pa.string(), "where the corpus' text comes from: file or data set, split, and part")
+SOURCE = Column("source", pa.string(), "where text or questions come from: file or data set, config, split, part")
 BOS = Column("bos", pa.string(), "`once`: special tokens at the start of the stream; `every-window`: in each window")
 SEQUENCE = Column("sequence", pa.int64(), "number of the sequence, from 0")
 INPUT_IDS = Column("input_ids", pa.list_(pa.int32()), "token ids of the sequence")
@@ -60,9 +67,9 @@ TOKENS = Column("tokens", pa.int64(), "number of tokens that the mean or the sum
 
 GRID = Schema((*ROW, Column("key", pa.string(), "the row's key in file names")))
 
-CALIBRATION_TEXT = Schema(
-    (MODEL, CORPUS, SOURCE, BOS, SEQLEN, Column("calibration", pa.string(), CALIBRATION.meaning), SEQUENCE, INPUT_IDS)
-)
+SEED = Column("seed", pa.int64(), "seed of the choice of calibration windows; null: the first in order", nullable=True)
+
+CALIBRATION_TEXT = Schema((MODEL, CORPUS, SOURCE, BOS, SEQLEN, SEED, CALIBRATION, SEQUENCE, INPUT_IDS))
 
 CORPUS_TEXT = Schema((MODEL, CORPUS, SOURCE, BOS, SEQLEN, SEQUENCE, INPUT_IDS))
 
@@ -72,6 +79,11 @@ SCORE = Schema(
         DTYPE,
         CALIBRATION,
         SEQLEN,
+        CORPUS,
+        SOURCE,
+        BOS,
+        SEED,
+        Column("sequences", pa.int64(), "number of calibration sequences"),
         START,
         END,
         Column("cosine", pa.float64(), "mean over tokens of cos(h_start, h_end)"),
@@ -89,6 +101,7 @@ SELECT = Schema(
         CALIBRATION,
         Column("layer", pa.int64(), "index of a removed decoder layer, from 0"),
         Column("layers", pa.int64(), "number of decoder layers of the dense model"),
+        Column("criterion_options", pa.string(), "the criterion's options as JSON"),
     )
 )
 
@@ -100,7 +113,7 @@ SOLVE = Schema(
         START,
         END,
         TOKENS,
-        Column("boundary", pa.string(), "`run`: one operator per removed run; `layer`: a product of one per layer"),
+        BOUNDARY,
         Column("residual_before", pa.float64(), "||X_pre - X_post||^2 / ||X_post||^2 (Frobenius), no operator"),
         Column("residual_after", pa.float64(), "||X_pre W - X_post||^2 / ||X_post||^2 (Frobenius), with operator W"),
         Column(
@@ -110,7 +123,7 @@ SOLVE = Schema(
             nullable=True,
         ),
         Column("condition", pa.float64(), "condition number of the Gram matrix X_pre^T X_pre; infinite if singular"),
-        Column("options", pa.string(), "the operator's options as JSON"),
+        OPTIONS,
     )
 )
 
@@ -119,6 +132,8 @@ EVAL_PPL = Schema(
         *ROW,
         DTYPE,
         CALIBRATION,
+        BOUNDARY,
+        OPTIONS,
         CORPUS,
         SOURCE,
         BOS,
@@ -136,9 +151,11 @@ EVAL_ACC = Schema(
         *ROW,
         DTYPE,
         CALIBRATION,
+        BOUNDARY,
+        OPTIONS,
         Column("task", pa.string(), "lm-evaluation-harness task"),
         Column("version", pa.string(), "the task's version"),
-        Column("source", pa.string(), "where the task's questions come from: data set, config, split"),
+        SOURCE,
         Column("limit", pa.int64(), "at most this many questions were asked; null if all", nullable=True),
         Column("available", pa.int64(), "questions in the evaluated split"),
         Column("num_fewshot", pa.int64(), "solved examples before each question"),

@@ -38,9 +38,9 @@ def main() -> None:
     calibration = read_table(calibration_file(row.model), CALIBRATION_TEXT)
     model = load_model(row.model, source.dtype, source.trust_remote_code)
     frame = pairwise_similarity(model, calibration["input_ids"].tolist(), batch_tokens())
-    first = calibration.iloc[0]
-    columns = {"calibration": first["calibration"], "seqlen": first["seqlen"]}
-    write_table(score_file(row.model), frame.assign(model=row.model, dtype=source.dtype, **columns), SCORE)
+    shared = ["model", "corpus", "source", "bos", "seqlen", "seed", "calibration"]
+    columns = {name: calibration[name].iloc[0] for name in shared}
+    write_table(score_file(row.model), frame.assign(dtype=source.dtype, sequences=len(calibration), **columns), SCORE)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ Reads ``data/score/<model>.parquet``; no model. Writes ``data/select/<model>-<cr
 """
 
 import importlib
+import json
 from typing import Any
 
 import pandas as pd
@@ -33,6 +34,7 @@ def main() -> None:
         dtype=first["dtype"],
         calibration=first["calibration"],
         layers=layers,
+        criterion_options=json.dumps(settings.select[row.criterion], sort_keys=True),
     )
     write_table(select_file(row), frame, SELECT)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stages import params
-from stages.artifacts import read_table, write_table
+from stages.artifacts import REMEDY, read_table, write_table
 from stages.boundaries import Segment, pieces, runs
 from stages.errors import UserError, run
 from stages.keys import parse_row
@@ -36,11 +36,13 @@ def main() -> None:
     options = settings.solve[row.operator]
     selection = read_table(select_file(row), SELECT)
     tensors, metadata = read_tensors(collect_file(row))
-    sums = from_tensors(tensors)
     removed = runs(selection["layer"])
-    missing = [piece.name for cut in removed for piece in pieces(cut, metadata["boundary"]) if piece not in sums]
-    if missing:
-        raise UserError(f"{collect_file(row)}: lacks the sums of {', '.join(missing)}; delete it and run `dvc repro`")
+    try:
+        sums = from_tensors(tensors)
+        needed = {*removed, *(piece for cut in removed for piece in pieces(cut, metadata["boundary"]))}
+        sums = {segment: sums[segment] for segment in sorted(needed)}
+    except (KeyError, ValueError) as error:
+        raise UserError(f"{collect_file(row)}: lacks {error}; {REMEDY}") from error
     operator = importlib.import_module(f"stages.operators.{row.operator}").solve
     operators = solve(operator, options, sums, removed, metadata["boundary"])
     frame = diagnostics(operators, sums, removed).assign(

@@ -40,8 +40,12 @@ class BoundarySums:
         rotated = None
         if self.ratio_rotated is not None and other.ratio_rotated is not None:
             rotated = self.ratio_rotated + other.ratio_rotated
-        plain = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)[:-1]}
+        plain = {name: getattr(self, name) + getattr(other, name) for name in ALWAYS}
         return BoundarySums(ratio_rotated=rotated, **plain)
+
+
+ALWAYS = [field.name for field in fields(BoundarySums) if field.name != "ratio_rotated"]
+"""Sums that every model has."""
 
 
 def boundary_sums(pre: Tensor, post: Tensor, rotation: Tensor | None) -> BoundarySums:
@@ -108,7 +112,7 @@ def from_tensors(tensors: dict[str, Tensor]) -> dict[Segment, BoundarySums]:
     names = sorted({name.partition(".")[0] for name in tensors}, key=Segment.parse)
     return {
         Segment.parse(name): BoundarySums(
-            **{field.name: tensors[f"{name}.{field.name}"] for field in fields(BoundarySums)[:-1]},
+            **{field: tensors[f"{name}.{field}"] for field in ALWAYS},
             ratio_rotated=tensors.get(f"{name}.ratio_rotated"),
         )
         for name in names

@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def calibration_frame(tokenizer: Any, texts: list[str], text: params.Text) -> pd.DataFrame:
-    """The calibration sequences: columns sequence, input_ids, seqlen, calibration."""
+    """The calibration sequences: columns sequence, input_ids, seqlen, seed, calibration."""
     wanted = text.calibration
     where = f"corpus {wanted.corpus} (text.calibration)"
     windows = token_windows(tokenizer, texts, wanted.seqlen, text.bos, where)
@@ -55,7 +55,7 @@ def calibration_frame(tokenizer: Any, texts: list[str], text: params.Text) -> pd
     digest = hashlib.sha256(np.asarray(chosen, dtype="<i4").tobytes()).hexdigest()
     seed = "none" if wanted.seed is None else wanted.seed
     name = f"{wanted.corpus}:{wanted.sequences}x{wanted.seqlen}:seed{seed}:{digest[:8]}"
-    return _frame(chosen).assign(seqlen=wanted.seqlen, calibration=name)
+    return _frame(chosen).assign(seqlen=wanted.seqlen, seed=wanted.seed, calibration=name)
 
 
 def corpus_frame(tokenizer: Any, texts: list[str], text: params.Text, corpus: str) -> pd.DataFrame:

@@ -32,7 +32,13 @@ PATIENCE = 600
 """Seconds after which a test that waits for another process gives up."""
 
 PARAMS: dict[str, Any] = {
-    "grid": {"models": ["tiny"], "criteria": ["streamline"], "n": [2], "operators": ["none", "ghost"], "tasks": ["quiz"]},
+    "grid": {
+        "models": ["tiny"],
+        "criteria": ["streamline"],
+        "n": [2],
+        "operators": ["ghost"],
+        "tasks": ["quiz"],
+    },
     "assets": [],
     "models": {"tiny": {"path": str(CHECKPOINT), "dtype": "float32"}},
     "corpora": {name: {"path": str(LOCAL / f"{name}.txt"), "format": "text"} for name in ("notes", "wiki", "web")},
@@ -53,17 +59,18 @@ PARAMS: dict[str, Any] = {
 TASKS = {"quiz": ("acc", "acc_norm"), "riddles": ("acc",)}
 """The tasks and the metrics of each."""
 
-# In a stage that runs with this on its path, the first artifact of the named stage halts when it is written and not
-# yet renamed, until the gate opens: what a kill at the worst moment meets.
+# On the path of a run, this halts the named stage when its first artifact is written and not yet renamed, until the
+# gate opens: what a kill at the worst moment meets.
 GATE = """
 import os, pathlib, sys, time
 
-if "stages." + os.environ["GATED_STAGE"] in sys.orig_argv:
+stage = os.environ["GATED_STAGE"]
+if "stages." + stage in sys.orig_argv:
     gate = pathlib.Path(os.environ["GATE"])
     replace = pathlib.Path.replace
 
     def halt(path, target):
-        if ".partial" in path.parts:
+        if ".partial" in path.parts and pathlib.Path(target).parts[:2] == ("data", stage):
             (gate / "reached.new").write_text(str(os.getpid()))
             os.rename(gate / "reached.new", gate / "reached")
             for _ in range(6000):
@@ -111,7 +118,7 @@ class Project:
 
     def environment(self, **changes: str) -> dict[str, str]:
         """Nothing of the user's settings, and no network: whatever asks for it fails at once."""
-        private = ("DVC_", "GHOSTED_", "GIT_", "HF_", "PIP_", "PYTHONPATH", "PYTHONSAFEPATH")
+        private = ("DVC_", "GHOSTED_", "GIT_", "HF_", "PIP_", "PYTHON")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(private)}
         aside = self.folder.parent / "aside"
         return {
@@ -149,28 +156,34 @@ class Project:
         done = self.run("dvc", "repro", **environment)
         return read_repro(done.returncode, done.stdout)
 
-    def start_gated(self, stage: str, gate: Path) -> tuple[subprocess.Popen[bytes], int]:
-        """Start `dvc repro` in a process group of its own, and wait until `stage` halts before its first rename.
+    @contextlib.contextmanager
+    def gated(self, stage: str, gate: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+        """A `dvc repro` in a process group of its own, whose `stage` halts before it renames an artifact.
 
-        Returns the DVC process and the stage's process id. The output goes to ``output`` in the folder `gate`.
+        Yields the DVC process and the stage's process id as soon as it does; in the end both are gone. The output goes
+        to ``output`` in the new folder `gate`; a file ``open`` there opens it.
         """
         gate.mkdir()
         (gate / "sitecustomize.py").write_text(GATE, encoding="utf-8")
-        env = self.environment(PYTHONPATH=str(gate), GATE=str(gate), GATED_STAGE=stage)
         with (gate / "output").open("wb") as output:
             process = subprocess.Popen(
                 ["dvc", "repro"],
                 cwd=self.folder,
-                env=env,
+                env=self.environment(PYTHONPATH=str(gate), GATE=str(gate), GATED_STAGE=stage),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        reached = gate / "reached"
-        wait_until(lambda: reached.exists() or process.poll() is not None)
-        if not reached.exists():
-            raise AssertionError(f"dvc repro ended before {stage} wrote anything:\n{(gate / 'output').read_text()}")
-        return process, int(reached.read_text())
+        try:
+            reached = gate / "reached"
+            wait_until(lambda: reached.exists() or process.poll() is not None)
+            if not reached.exists():
+                raise AssertionError(f"dvc repro ended before {stage} wrote anything:\n{(gate / 'output').read_text()}")
+            yield process, int(reached.read_text())
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
     def stage(self, name: str, *arguments: str) -> None:
         """Run a stage's module as ``python -m stages.<name>`` does, but in this process, which has its imports.
@@ -261,7 +274,7 @@ def write_checkpoint(folder: Path, model: PreTrainedModel, tokenizer: PreTrained
 
 def prose(seed: int, sentences: int) -> str:
     """Sentences of words in random order, the same ones for a seed."""
-    words = "the river rises in hills and joins sea near old harbour a layer of model reads stream adds to it".split()
+    words = ["river", "hill", "sea", "harbour", "layer", "model", "stream", "a", "of", "near", "in", "reads", "old"]
     draw = random.Random(seed)
     return " ".join(" ".join(draw.choices(words, k=9)).capitalize() + "." for _ in range(sentences))
 
@@ -272,7 +285,7 @@ def write_questions(folder: Path, seed: int) -> None:
     rows = [
         {
             "question": prose(1000 * seed + number, sentences=1),
-            "choices": [prose(draw.randrange(10**6), sentences=1)[: draw.randint(8, 30)] for _ in range(3)],
+            "choices": [prose(draw.randrange(10**6), sentences=1)[:12] for _ in range(3)],
             "answer": draw.randrange(3),
         }
         for number in range(8)
@@ -298,17 +311,6 @@ def alive(pid: int) -> bool:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
-
-
-@contextlib.contextmanager
-def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Make sure that a process group is gone, whatever happens inside."""
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def imported_modules(file: Path, root: Path) -> set[str]:

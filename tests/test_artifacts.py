@@ -20,6 +20,7 @@ FRAME = pd.DataFrame(
         "calibration": "c",
         "layer": [3, 4],
         "layers": 6,
+        "criterion_options": "{}",
     }
 )
 
@@ -131,6 +132,15 @@ def test_tensors_round_trip() -> None:
     found, metadata = read_tensors(Path("x"))
     assert metadata == {"dtype": "float32"}
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_same_tensors_same_bytes() -> None:
+    metadata = {name: name for name in "abcdefgh"}
+    written = set()
+    for _ in range(8):
+        write_tensors(Path("x"), {"a": torch.ones(2)}, metadata)
+        written.add(Path("x").read_bytes())
+    assert len(written) == 1
 
 
 def test_every_column_has_one_meaning() -> None:

@@ -239,7 +239,9 @@ def test_line_separators_inside_a_text_are_no_line_ends():
 @pytest.mark.usefixtures("project")
 def test_unknown_asset_is_named():
     source = Path(__file__).parents[1]
-    text = re.sub(r"^assets: .*", "assets: [smolm2]", (source / "params.yaml").read_text(), flags=re.MULTILINE)
+    text = re.sub(
+        r"^assets: .*", "assets: [smolm2]", (source / "profiles/embedded.yaml").read_text(), flags=re.MULTILINE
+    )
     Path("params.yaml").write_text(text)
     command = [sys.executable, "-m", "stages.assets"]
     done = subprocess.run(command, env={"PYTHONPATH": str(source)}, capture_output=True, text=True, check=False)

@@ -76,7 +76,9 @@ def project(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     # What main sets is undone with this.
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "params.yaml").write_text((SOURCE / "params.yaml").read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "params.yaml").write_text(
+        (SOURCE / "profiles/embedded.yaml").read_text(encoding="utf-8"), encoding="utf-8"
+    )
     for name, lines in LINES.items():
         asset = assets.ALL_ASSETS[name]
         folder = tmp_path / LOCAL / asset.hub_id
@@ -101,9 +103,10 @@ def run_stage(monkeypatch, model, tokenizer):
     """Call the stage's main with a command line; the model and the calibration come from memory."""
 
     def call(*arguments: str) -> None:
-        calibration = None if "--n" not in arguments else "wiki:1x2:seed0:01234567"
+        made_with = {"calibration": "wiki:1x2:seed0:01234567", "boundary": "run", "options": "{}"}
+        made_with = made_with if "--n" in arguments else dict.fromkeys(made_with)
         monkeypatch.setattr(sys, "argv", ["eval_acc", *arguments])
-        monkeypatch.setattr(patched, "load_row", lambda *_: patched.LoadedRow(model, calibration))
+        monkeypatch.setattr(patched, "load_row", lambda *_: patched.LoadedRow(model, made_with))
         monkeypatch.setattr(checkpoint, "load_tokenizer", lambda *_: tokenizer)
         eval_acc.main()
 
@@ -354,4 +357,4 @@ def test_process_is_quiet_and_stays_inside_the_project(project, model, tokenizer
 
 
 def test_default_grid_has_its_task_files():
-    assert set(params.load(SOURCE / "params.yaml").grid.tasks) <= {file.stem for file in OURS}
+    assert set(params.load(SOURCE / "profiles/embedded.yaml").grid.tasks) <= {file.stem for file in OURS}

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from stages import markdown
 from stages.boundaries import runs
-from stages.significance import Estimate
+from stages.reporting import markdown
+from stages.reporting.significance import Estimate
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import yaml
 from stages import params
 from stages.errors import UserError
 
-DEFAULT = yaml.safe_load((Path(__file__).parent.parent / "params.yaml").read_text())
+PROFILES = Path(__file__).parent.parent / "profiles"
+DEFAULT = yaml.safe_load((PROFILES / "embedded.yaml").read_text())
 
 
 def load(tmp_path: Path, **changes: Any) -> params.Params:
@@ -56,7 +57,13 @@ def test_default_calibration_and_evaluation_documents_are_disjoint(tmp_path: Pat
         ({"solve": {"none": {}, "diag": {}, "rotate": {}}}, "solve.ghost: missing"),
         ({"solve__ghost": {"rigde": 1.0}}, r"solve.ghost: 'rigde' is unknown \(did you mean 'ridge'"),
         ({"solve__diag": {"ridge": 1.0}}, "solve.diag: 'ridge' is unknown; available: none"),
-        ({"select__streamline": {"protect_first": 1}}, "select.streamline.protect_last = None"),
+        ({"select__streamline": {"protect_first": 1}}, "select.streamline.protect_last: missing"),
+        ({"solve__ghost": {}}, "solve.ghost.ridge: missing; needs a value of type float"),
+        ({"solve__ghost__ridge": "small"}, "solve.ghost.ridge = 'small': must be of type float"),
+        ({"solve__ghost__ridge": True}, "solve.ghost.ridge = True: must be of type float"),
+        ({"select__shortgpt__protect_first": 0.5}, "select.shortgpt.protect_first = 0.5: must be of type int"),
+        ({"text__perplexity__corpora": ["wiki", "wiki"]}, "text.perplexity.corpora: 'wiki' is listed twice"),
+        ({"grid__models": ["llama-3.1"]}, "grid.models: 'llama-3.1' cannot name a file"),
         ({"select__streamline__protect_last": -1}, "select.streamline.protect_last = -1"),
         ({"text__calibration__corpus": "wikki"}, "text.calibration.corpus: 'wikki' is unknown"),
         ({"text__perplexity__corpora": ["wikki"]}, "text.perplexity.corpora: 'wikki' is unknown"),
@@ -96,11 +103,17 @@ def test_not_a_mapping(tmp_path: Path, text: str, message: str) -> None:
         params.load(tmp_path / "params.yaml")
 
 
+def test_numbers_are_read_as_dvc_reads_them(tmp_path: Path) -> None:
+    text = (PROFILES / "embedded.yaml").read_text().replace("1.0e-6", "1e-6")
+    (tmp_path / "params.yaml").write_text(text)
+    assert params.load(tmp_path / "params.yaml").solve["ghost"]["ridge"] == 1e-6
+
+
 def test_no_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not found"):
         params.load(tmp_path / "params.yaml")
 
 
 def test_profiles_are_valid() -> None:
-    for profile in (Path(__file__).parent.parent / "profiles").glob("*.yaml"):
+    for profile in PROFILES.glob("*.yaml"):
         params.load(profile)

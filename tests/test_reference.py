@@ -45,7 +45,7 @@ PERPLEXITY = {
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A function that runs a stage's main for a row, in a folder where the first stages have run already."""
     folder = tmp_path_factory.mktemp("reference")
-    settings = yaml.safe_load((PROJECT / "params.yaml").read_text())
+    settings = yaml.safe_load((PROJECT / "profiles/embedded.yaml").read_text())
     common = {"format": "parquet", "column": "text"}
     settings["assets"] = ["smollm2"]
     settings["corpora"] = {

@@ -10,10 +10,11 @@ import pandas as pd
 import pytest
 import yaml
 
-from stages import artifacts, pictures, report, schemas
+from stages import artifacts, report, schemas
 from stages.artifacts import write_table
 from stages.errors import UserError
 from stages.keys import Row
+from stages.reporting import pictures
 
 LEVEL = {"none": 4.4, "diag": 4.2, "rotate": 4.25, "ghost": 3.7}
 RIGHT = {"none": 0.5, "diag": 0.52, "rotate": 0.52, "ghost": 0.6}
@@ -75,7 +76,7 @@ class World:
             },
             "select": {name: {"protect_first": 1, "protect_last": 1} for name in ("streamline", "shortgpt")},
             "collect": {"boundary": "run"},
-            "solve": {name: {} for name in self.grid["operators"]},
+            "solve": {name: {"ridge": 1e-6} if name == "ghost" else {} for name in self.grid["operators"]},
             "eval_acc": {"limit": 40, "batch_size": 4},
         }
         Path("params.yaml").write_text(yaml.safe_dump(content))
@@ -83,7 +84,9 @@ class World:
             self.write_score(name)
         for (name, criterion, n), layers in self.removed.items():
             made = {"model": name, "criterion": criterion, "n": n, "dtype": "float32", "calibration": CALIBRATION}
-            selection = pd.DataFrame({**made, "layer": layers, "layers": self.layers})
+            selection = pd.DataFrame(
+                {**made, "layer": layers, "layers": self.layers, "criterion_options": '{"protect_last": 1}'}
+            )
             write_table(Path(f"data/select/{name}-{criterion}-{n}.parquet"), selection, schemas.SELECT)
         for row in self.rows:
             self.write_row(row)
@@ -94,13 +97,25 @@ class World:
     def write_score(self, model):
         pairs = [(i, j) for i in range(self.layers + 1) for j in range(i + 1, self.layers + 1)]
         scores = pd.DataFrame(pairs, columns=["start", "end"]).assign(
-            model=model, dtype="float32", calibration=CALIBRATION, seqlen=16, angular=0.1, tokens=64
+            model=model,
+            dtype="float32",
+            calibration=CALIBRATION,
+            seqlen=16,
+            corpus="wiki",
+            source="texts/wiki[0:5]",
+            bos="once",
+            seed=0,
+            sequences=4,
+            angular=0.1,
+            tokens=64,
         )
         scores["cosine"] = [self.cosine(*pair) for pair in pairs]
         write_table(Path(f"data/score/{model}.parquet"), scores[schemas.SCORE.names], schemas.SCORE)
 
     def write_row(self, row):
-        made = {**row.columns(), "dtype": "float32", "calibration": None if row.dense else CALIBRATION}
+        made = {**row.columns(), "dtype": "float32"}
+        how = {"calibration": CALIBRATION, "boundary": "run", "options": "{}"}
+        made |= dict.fromkeys(how) if row.dense else how
         if not row.dense:
             write_table(Path(f"data/solve/{row.key}.parquet"), self.solved(row, made), schemas.SOLVE)
         parts = [self.windows(row, corpus, made) for corpus in self.corpora]
@@ -156,7 +171,7 @@ class World:
         if row.operator == "none":
             return pd.DataFrame(columns=schemas.SOLVE.names)
         diagnostics = {"residual_before": 0.00885, "residual_after": 0.00306, "antisymmetric_share": 0.616}
-        cut = {"start": 3, "end": 5, "tokens": 64, "boundary": "run", "condition": math.inf, "options": "{}"}
+        cut = {"start": 3, "end": 5, "tokens": 64, "condition": math.inf}
         return pd.DataFrame([{**made, **cut, **diagnostics}])
 
 
@@ -310,12 +325,34 @@ def test_operators_and_similarity():
     assert marked[["start", "removed_by"]].values.tolist() == [[3, "streamline"]]
 
 
+def test_averages_are_in_the_summary():
+    world = World()
+    world.write()
+    report.main()
+    summary = csv("summary")
+    perplexity, accuracy = csv("perplexity"), csv("accuracy")
+    identity = ["model", "criterion", "n", "operator"]
+    assert len(summary) == len(world.rows)
+    means = perplexity.groupby(identity)["perplexity"].mean()
+    accuracies = accuracy.groupby(identity)[["acc", "acc_norm"]].mean()
+    dense = ("pico", "none", 0, "none")
+    for record in summary.to_dict("records"):
+        row = tuple(record[name] for name in identity)
+        assert record["perplexity"] == pytest.approx(means[row])
+        assert record["perplexity_retained"] == pytest.approx(means[dense] / means[row])
+        assert record["acc"] == pytest.approx(accuracies.loc[row, "acc"])
+        assert record["acc_norm"] == pytest.approx(accuracies.loc[row, "acc_norm"])
+        assert record["acc_retained"] == pytest.approx(accuracies.loc[row, "acc"] / accuracies.loc[dense, "acc"])
+        assert record["dense_parameters"] == 1000
+
+
 def test_settings_are_stated():
     World().write()
     report.main()
     document = text()
-    assert f"Calibration: `{CALIBRATION}`" in document
-    assert "64 tokens, from texts/wiki; float32" in document
+    assert "Calibration: 4 sequences x 16 tokens = 64 tokens of wiki (texts/wiki[0:5]), windows chosen" in document
+    assert f"with seed 0, BOS once, float32; `{CALIBRATION}`." in document
+    assert 'options {"protect_last": 1}' in document
     corpus = table(document, "predicted tokens")[1]
     assert corpus == {
         "corpus": "web",
@@ -533,7 +570,7 @@ def test_two_runs_write_the_same_bytes_and_leave_nothing_else(capsys):
     assert {path: path.read_bytes() for path in Path("reports").iterdir()} == first
     assert {path.name for path in first} == {
         *("report.md", "metrics.json", "similarity.png", "perplexity.png"),
-        *("perplexity.csv", "accuracy.csv", "operators.csv", "similarity.csv"),
+        *("perplexity.csv", "accuracy.csv", "summary.csv", "operators.csv", "similarity.csv"),
     }
     assert b"matplotlib" not in first[Path("reports/similarity.png")]
     assert capsys.readouterr().out == printed

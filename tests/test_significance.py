@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from stages.significance import Estimate, average, best, perplexity, weighted_mean
+from stages.reporting.significance import Estimate, average, best, perplexity, weighted_mean
 
 
 def test_equal_weights_give_the_sample_deviation_over_sqrt_m():

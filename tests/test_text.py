@@ -56,6 +56,15 @@ def test_lines_folders_and_parquet(tmp_path: Path) -> None:
     assert documents(corpus(tmp_path / "t.parquet", format="parquet", column="body"), "c") == ["x", "y"]
     with pytest.raises(UserError, match="no column 'text'; its columns are body"):
         documents(corpus(tmp_path / "t.parquet", format="parquet", column="text"), "c")
+    pd.DataFrame({"body": ["x", None], "label": [1, 2]}).to_parquet(tmp_path / "t.parquet")
+    for column in ("body", "label"):
+        with pytest.raises(UserError, match=f"column '{column}' holds .* needs text"):
+            documents(corpus(tmp_path / "t.parquet", format="parquet", column=column), "c")
+
+
+def test_a_line_ends_at_a_newline_alone(tmp_path: Path) -> None:
+    (tmp_path / "c").write_text("one\u2028still one\x0cand\ntwo\n", encoding="utf-8")
+    assert documents(corpus(tmp_path / "c", format="lines"), "c") == ["one\u2028still one\x0cand", "two"]
 
 
 def test_missing_and_empty_corpora_are_named(tmp_path: Path, wiki: Path) -> None:

@@ -14,8 +14,8 @@ def solve(sums: BoundarySums, *, ridge: float) -> Tensor:
     negative, when the Gram matrix is singular and `ridge` under a millionth of its mean diagonal (the solution would
     then hang on rounding), and when the regularised one leaves fewer than three of float64's digits.
     """
-    if not isinstance(ridge, int | float) or not 0 <= ridge < float("inf"):
-        raise UserError(f"solve.ghost.ridge = {ridge!r}: must be a finite number, at least 0")
+    if not 0 <= ridge < float("inf"):
+        raise UserError(f"solve.ghost.ridge = {ridge}: must be a finite number, at least 0")
     channels = len(sums.gram)
     values = torch.linalg.eigvalsh(sums.gram)
     precision = torch.finfo(values.dtype).eps
@@ -25,7 +25,7 @@ def solve(sums: BoundarySums, *, ridge: float) -> Tensor:
         raise UserError(
             f"the Gram matrix is singular or too ill-conditioned for solve.ghost.ridge = {ridge:g} ({sums.tokens} "
             f"calibration tokens for {channels} channels); use more calibration tokens (text.calibration.sequences, "
-            f"text.calibration.seqlen), or a larger solve.ghost.ridge, such as {1e-4 * diagonal:.1g}"
+            f"text.calibration.seqlen), or a larger solve.ghost.ridge, such as {1e-4 * diagonal:.1e}"
         )
     identity = torch.eye(channels, dtype=sums.gram.dtype, device=sums.gram.device)
     factor = torch.linalg.cholesky(sums.gram + ridge * identity)

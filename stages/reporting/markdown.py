@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from stages.significance import Estimate
+from stages.reporting.significance import Estimate
 
 NOTHING = "-"
 

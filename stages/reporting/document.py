@@ -6,12 +6,12 @@ from typing import Any
 
 import pandas as pd
 
-from stages import markdown
 from stages.boundaries import runs
 from stages.keys import Row
-from stages.results import Results
-from stages.significance import perplexity
-from stages.tables import (
+from stages.reporting import markdown
+from stages.reporting.results import Results
+from stages.reporting.significance import perplexity
+from stages.reporting.tables import (
     accuracy,
     best_accuracy,
     best_perplexity,
@@ -29,15 +29,15 @@ BOLD_RULE = (
 )
 
 
-def document(results: Results, sources: dict[str, str], pictures: list[str]) -> str:
-    """The whole document. `sources` says where each corpus of params.yaml comes from; `pictures` are file names."""
+def document(results: Results, pictures: list[str]) -> str:
+    """The whole document; `pictures` are file names."""
     parts = ["# Pruned and recovered models", *_reading(results)]
     for model in results.models:
         parts.append(f"## {model}")
         for n in _numbers(results, model):
             parts += [*([f"### {n} layers removed"] if n else []), *comparison(results, model, n)]
             parts += [*_removed_layers(results, model, n), *_diagnostics(results, model, n)]
-        parts += _settings(results, model, sources)
+        parts += _settings(results, model)
     if pictures:
         parts += ["## Pictures", *(f"![{name.partition('.')[0]}]({name})" for name in pictures)]
     if results.versions:
@@ -146,7 +146,8 @@ def _removed_layers(results: Results, model: str, n: int) -> Iterable[str]:
     for criterion, layers in chosen.items():
         cuts = runs(layers)
         cosines = [f"cos(h_{start}, h_{end}) = {scores[start, end]:.4f}" for start, end in cuts]
-        lines.append(f"- {criterion}: {markdown.layers(cuts)} ({', '.join(cosines)})")
+        options = results.criterion_options[Row(model, criterion, n)]
+        lines.append(f"- {criterion}: {markdown.layers(cuts)} ({', '.join(cosines)}); options {options}")
     yield "Removed layers:"
     yield "\n".join(lines)
     for distinct in dict.fromkeys(tuple(layers) for layers in chosen.values()):
@@ -166,7 +167,8 @@ def _diagnostics(results: Results, model: str, n: int) -> Iterable[str]:
     yield (
         "Operators, per boundary [start, end): relative residual ‖X_pre W - X_post‖² / ‖X_post‖² on the calibration "
         "tokens without (W = I) and with the operator, anti-symmetric share of M = W - I, condition number of the "
-        "Gram matrix."
+        "Gram matrix. Few tokens of massive activation can make up most of both norms: an operator that scales by mean "
+        "ratios may then raise the residual and lower the perplexity all the same."
     )
     yield markdown.table(
         {
@@ -186,16 +188,19 @@ def _diagnostics(results: Results, model: str, n: int) -> Iterable[str]:
     )
 
 
-def _settings(results: Results, model: str, sources: dict[str, str]) -> Iterable[str]:
+def _settings(results: Results, model: str) -> Iterable[str]:
     if model in results.scores or results.corpora or results.tasks:
         yield f"### Settings of {model}"
     dense = Row(model)
     if model in results.scores:
         score = results.scores[model].iloc[0]
-        corpus = str(score["calibration"]).partition(":")[0]
+        seed = (
+            "the first windows in order" if pd.isna(score["seed"]) else f"windows chosen with seed {score['seed']:.0f}"
+        )
         yield (
-            f"Calibration: `{score['calibration']}` (corpus, sequences x seqlen, seed, hash of the token ids), "
-            f"{score['tokens']:,} tokens, from {sources.get(corpus, 'an unknown source')}; {score['dtype']}."
+            f"Calibration: {score['sequences']:,} sequences x {score['seqlen']:,} tokens = {score['tokens']:,} tokens "
+            f"of {score['corpus']} ({score['source']}), {seed}, BOS {score['bos']}, {score['dtype']}; "
+            f"`{score['calibration']}`."
         )
     if results.corpora:
         yield _perplexity_settings(results.windows[dense])

@@ -38,6 +38,7 @@ class Results:
     numbers: list[int]
     scores: dict[str, pd.DataFrame] = field(default_factory=dict)
     selections: dict[Row, list[int]] = field(default_factory=dict)
+    criterion_options: dict[Row, str] = field(default_factory=dict)
     operators: dict[Row, pd.DataFrame] = field(default_factory=dict)
     windows: dict[Row, dict[str, pd.DataFrame]] = field(default_factory=dict)
     questions: dict[Row, dict[str, pd.DataFrame]] = field(default_factory=dict)
@@ -91,6 +92,7 @@ def _read_model(results: Results, model: str, criteria: Sequence[str]) -> None:
             path = select_file(row)
             selection = _read(results, path, schemas.SELECT, {"model": model, "criterion": criterion, "n": n})
             results.selections[row] = _layers(path, selection, n, of=int(results.scores[model]["end"].max()))
+            results.criterion_options[row] = selection["criterion_options"].iloc[0]
             calibrated.append((path, selection))
     for row in (row for row in results.rows if row.model == model):
         tables = _read_evaluations(results, row)

@@ -1,4 +1,4 @@
-"""The tables of the report as data frames and plain values: pure functions of what :mod:`stages.results` read."""
+"""The tables of the report as data frames and plain values: pure functions of :mod:`stages.reporting.results`."""
 
 import math
 from typing import Any
@@ -7,9 +7,8 @@ import numpy as np
 import pandas as pd
 
 from stages.keys import DENSE, Row
-from stages.results import Results
-from stages.schemas import SOLVE
-from stages.significance import (
+from stages.reporting.results import Results
+from stages.reporting.significance import (
     Array,
     Estimate,
     average,
@@ -17,6 +16,7 @@ from stages.significance import (
     perplexity,
     weighted_mean,
 )
+from stages.schemas import SOLVE
 
 
 def window_means(results: Results, row: Row, corpus: str) -> tuple[Array, Array]:
@@ -161,6 +161,38 @@ def accuracy_table(results: Results) -> pd.DataFrame:
 ACCURACY_COLUMNS = [
     *("model", "criterion", "n", "operator", "task", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "questions"),
     *("available", "limit", "version", "source", "num_fewshot", "dtype", "calibration"),
+]
+
+
+def summary_table(results: Results) -> pd.DataFrame:
+    """One row per row: the averages over corpora and over tasks, what they retain of the dense row's, parameters.
+
+    `perplexity` is the arithmetic mean over corpora, `acc` and `acc_norm` the means over the tasks that have them, in
+    [0, 1]. `perplexity_retained` is dense over row, `acc_retained` row over dense. Empty where nothing was evaluated.
+    """
+    records: list[dict[str, Any]] = []
+    for row in results.rows:
+        record: dict[str, Any] = {**row.columns()}
+        if results.corpora:
+            mean, dense = (mean_perplexity(results, of, results.corpora) for of in (row, Row(row.model)))
+            window, whole = (results.windows[of][results.corpora[0]].iloc[0] for of in (row, Row(row.model)))
+            record |= {"perplexity": mean, "perplexity_retained": ratio(dense, mean)}
+            record |= {"parameters": window["parameters"], "dense_parameters": whole["parameters"]}
+            record["operator_parameters"] = window["operator_parameters"]
+        for metric in ("acc", "acc_norm"):
+            if tasks_with(results, metric):
+                estimate = mean_accuracy(results, row, metric)
+                record |= {metric: estimate.value, f"{metric}_stderr": estimate.error}
+        if results.tasks:
+            record["acc_retained"] = ratio(record["acc"], mean_accuracy(results, Row(row.model), "acc").value)
+        records.append(record)
+    table = pd.DataFrame(records, columns=SUMMARY_COLUMNS)
+    return table.astype(dict.fromkeys(("parameters", "dense_parameters", "operator_parameters"), "Int64"))
+
+
+SUMMARY_COLUMNS = [
+    *("model", "criterion", "n", "operator", "perplexity", "perplexity_retained", "acc", "acc_stderr", "acc_retained"),
+    *("acc_norm", "acc_norm_stderr", "dense_parameters", "parameters", "operator_parameters"),
 ]
 
 

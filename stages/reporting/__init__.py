@@ -1,0 +1,1 @@
+"""What the stage `report` alone is made of: reading results, comparing them, rendering tables and pictures."""
