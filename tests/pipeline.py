@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,7 +26,10 @@ import pytest
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from stages.keys import Row
+
 ROOT = Path(__file__).parents[1]
+STAGES: dict[str, Any] = yaml.safe_load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["stages"]
 CHECKPOINT = Path("checkpoint")
 LOCAL = Path("data/local")
 PATIENCE = 600
@@ -347,3 +351,22 @@ def _direct(file: Path, root: Path) -> list[Path]:
             modules += [root.joinpath(*parts[: count + 1], "__init__.py") for count in range(len(parts))]
             modules.append(root.joinpath(*parts).with_suffix(".py"))
     return [module for module in modules if module.is_file()]
+
+
+def outputs_of(stage: str) -> list[str]:
+    """The paths under `outs`, `plots` and `metrics`."""
+    listed = [*STAGES[stage].get("outs", []), *STAGES[stage].get("plots", []), *STAGES[stage].get("metrics", [])]
+    return [next(iter(out)) if isinstance(out, dict) else out for out in listed]
+
+
+def arguments(row: Row) -> list[str]:
+    """The command line of a stage for one row."""
+    return [text for name, value in row.columns().items() for text in (f"--{name}", str(value))]
+
+
+def table(project: Project, path: Path) -> pd.DataFrame:
+    return pq.read_table(project.folder / path).to_pandas()
+
+
+def csv(project: Project, name: str) -> pd.DataFrame:
+    return pd.read_csv(project.folder / f"reports/{name}.csv", keep_default_na=False, na_values=[""])

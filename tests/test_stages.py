@@ -1,0 +1,259 @@
+"""Single stages in this process: a whole run without DVC, and what a mistake in their input prints."""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from gguf import GGUFWriter
+from pipeline import (
+    CHECKPOINT,
+    ROOT,
+    Project,
+    arguments,
+    outputs_of,
+    table,
+    write_checkpoint,
+    write_inputs,
+)
+
+import stages.checkpoint
+from stages.keys import Row
+
+PROGRESS = re.compile(r"[^\r\n]*\d+%\|[^\r\n]*|\r")
+SELECTION = Row("tiny", "streamline", 2)
+GHOST = Row("tiny", "streamline", 2, "ghost")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory, tiny_model, tiny_tokenizer) -> Project:
+    """A project in which every stage ran once in this process, without DVC, up to the report; no tasks."""
+    project = Project(tmp_path_factory.mktemp("prepared") / "project")
+    project.folder.mkdir()
+    write_inputs(project, tiny_model(), tiny_tokenizer)
+    project.set(grid__criteria=["streamline", "shortgpt"], grid__operators=["none", "ghost"], grid__tasks=[])
+    project.stage("grid")
+    project.stage("assets")
+    for stage in ("model", "text", "score", "eval_ppl"):
+        project.stage(stage, "--model", "tiny")
+    for criterion in ("streamline", "shortgpt"):
+        for stage in ("select", "collect"):
+            project.stage(stage, *arguments(Row("tiny", criterion, 2))[:-2])
+        for operator in ("none", "ghost"):
+            for stage in ("solve", "patch", "eval_ppl"):
+                project.stage(stage, *arguments(Row("tiny", criterion, 2, operator)))
+    project.stage("report")
+    return project
+
+
+def test_report_writes_what_dvc_yaml_declares(prepared):
+    assert sorted(prepared.digests("reports")) == sorted(outputs_of("report"))
+
+
+def test_nothing_unfinished_is_left(prepared):
+    assert prepared.partial() == []
+
+
+@pytest.mark.parametrize("criterion", ["streamline", "shortgpt"])
+def test_operators_follow_from_the_sums(prepared, criterion):
+    key, identity = f"tiny-{criterion}-2", torch.eye(16, dtype=torch.float64)
+    removed = sorted(table(prepared, Path(f"data/select/{key}.parquet"))["layer"])
+    adjacent = removed[1] == removed[0] + 1
+    names = [f"{removed[0]}-{removed[1] + 1}"] if adjacent else [f"{layer}-{layer + 1}" for layer in removed]
+    sums = safetensors.torch.load_file(prepared.folder / f"data/collect/{key}.safetensors")
+    operators = safetensors.torch.load_file(prepared.folder / f"data/solve/{key}-ghost.safetensors")
+    assert sorted(operators) == names
+    for name, operator in operators.items():
+        gram, cross = sums[f"{name}.gram"], sums[f"{name}.cross"]
+        torch.testing.assert_close(operator, identity + torch.linalg.solve(gram + 1e-6 * identity, cross - gram))
+    assert safetensors.torch.load_file(prepared.folder / f"data/solve/{key}-none.safetensors") == {}
+
+
+@pytest.fixture
+def project(prepared, tmp_path) -> Project:
+    return prepared.copy(tmp_path / "project")
+
+
+@pytest.fixture
+def fails(project, capfd):
+    """Run a stage that must end with one message and exit code 2, and leave everything as it was; the message."""
+
+    def call(stage: str, *given: str) -> str:
+        before = artifacts(project)
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended_with:
+            project.stage(stage, *given)
+        printed = capfd.readouterr()
+        assert ended_with.value.code == 2
+        assert printed.out == ""
+        # Progress bars, which a process without a terminal has not, are on in this one if tqdm was imported before.
+        message = PROGRESS.sub("", printed.err).lstrip()
+        assert message.startswith("error: "), printed.err
+        assert "Traceback" not in printed.err
+        assert artifacts(project) == before
+        assert project.partial() == []
+        return message
+
+    return call
+
+
+def artifacts(project: Project) -> dict[str, str]:
+    """Every file of the project and its digest, but for what the stages only remember to save time."""
+    return {file: digest for file, digest in project.digests(".").items() if not file.startswith("data/.cache/")}
+
+
+def set_model(project: Project, **source: str) -> None:
+    project.set(models={"tiny": source})
+
+
+def record(project: Project) -> None:
+    """Have the stage `model` see the checkpoint as it is now."""
+    project.stage("model", "--model", "tiny")
+
+
+def test_a_model_path_that_does_not_exist(project, fails):
+    set_model(project, path="nowhere")
+    assert "models.tiny.path = nowhere: no such folder" in fails("model", "--model", "tiny")
+
+
+def test_a_model_path_without_a_checkpoint(project, fails):
+    (project.folder / "empty").mkdir()
+    set_model(project, path="empty")
+    assert "models.tiny.path = empty: not a checkpoint: needs config.json" in fails("model", "--model", "tiny")
+
+
+@pytest.mark.parametrize("kept", [0, 3, 5000], ids=["empty", "header", "weights"])
+def test_a_checkpoint_with_truncated_weights(project, fails, kept):
+    weights = project.folder / CHECKPOINT / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:kept])
+    record(project)
+    message = fails("score", "--model", "tiny")
+    assert str(CHECKPOINT) in message
+    assert "cannot be" in message
+
+
+def test_a_checkpoint_that_changed_after_it_was_recorded(project, fails):
+    weights = project.folder / CHECKPOINT / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    message = fails("score", "--model", "tiny")
+    assert f"{CHECKPOINT / 'model.safetensors'}: changed since it was recorded" in message
+    assert "dvc repro -f model@tiny" in message
+
+
+def test_an_unsupported_architecture(project, fails):
+    config = project.folder / CHECKPOINT / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": "gpt2"}))
+    record(project)
+    message = fails("score", "--model", "tiny")
+    assert "models.tiny: model_type 'gpt2' is not supported; supported are" in message
+    assert "llama" in message
+
+
+def gguf_bytes(folder: Path) -> bytes:
+    """A well-formed GGUF file of one tensor."""
+    writer = GGUFWriter(folder / "whole.gguf", "llama")
+    writer.add_tensor("token_embd.weight", torch.ones(64, 64).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return (folder / "whole.gguf").read_bytes()
+
+
+@pytest.mark.parametrize("damage", ["empty", "text", "garbage", "in the header", "in the weights", "missing"])
+def test_a_gguf_file_that_is_none(project, fails, tmp_path, damage):
+    whole = gguf_bytes(tmp_path)
+    content = {
+        "empty": b"",
+        "text": b"version https://git-lfs.github.com/spec/v1\n",
+        "garbage": b"GGUF" + hashlib.sha256(b"garbage").digest() * 8,
+        "in the header": whole[:40],
+        "in the weights": whole[:-1000],
+    }
+    if damage in content:
+        (project.folder / "model.gguf").write_bytes(content[damage])
+    set_model(project, gguf="model.gguf")
+    assert "params.yaml: models.tiny.gguf = model.gguf: " in fails("model", "--model", "tiny")
+
+
+@pytest.mark.parametrize(("criterion", "most"), [("streamline", 4), ("shortgpt", 5)])
+def test_more_layers_to_remove_than_the_model_can_lose(project, fails, monkeypatch, criterion, most):
+    def load(*_: Any) -> None:
+        raise AssertionError("the model was loaded before n was checked")
+
+    monkeypatch.setattr(stages.checkpoint, "load_model", load)
+    project.set(grid__criteria=[criterion], grid__n=[2, most + 1])
+    message = fails("score", "--model", "tiny")
+    assert f"params.yaml: grid.n: {most + 1} layers cannot be removed by {criterion}" in message
+    assert f"n can be 1 to {most}" in message
+
+
+@pytest.mark.parametrize("corpus", ["notes", "web"])
+def test_a_corpus_shorter_than_one_window(project, fails, corpus):
+    (project.folder / f"data/local/{corpus}.txt").write_text("Too short.", encoding="utf-8")
+    message = fails("text", "--model", "tiny")
+    assert f"corpus {corpus} (text." in message
+    assert "fewer than one window of 32" in message
+
+
+def test_fewer_calibration_tokens_than_channels(project, fails):
+    project.set(text__calibration={"corpus": "notes", "sequences": 1, "seqlen": 12, "seed": 0})
+    project.stage("text", "--model", "tiny")
+    project.stage("score", "--model", "tiny")
+    project.stage("select", *arguments(SELECTION)[:-2])
+    project.stage("collect", *arguments(SELECTION)[:-2])
+    message = fails("solve", *arguments(GHOST))
+    assert "12 calibration tokens for 16 channels" in message
+    assert "text.calibration.sequences" in message
+    assert "solve.ghost.ridge" in message
+
+
+def test_weights_that_are_not_finite(project, fails, tiny_model, tiny_tokenizer):
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.layers[3].mlp.down_proj.weight[0, 0] = float("nan")
+    write_checkpoint(project.folder / CHECKPOINT, model, tiny_tokenizer)
+    record(project)
+    assert "output of model.layers.3: NaN or infinity" in fails("score", "--model", "tiny")
+
+
+@pytest.mark.parametrize(
+    ("artifact", "stage", "given"),
+    [
+        ("data/text/tiny/calibration.parquet", "collect", arguments(SELECTION)[:-2]),
+        ("data/score/tiny.parquet", "select", arguments(SELECTION)[:-2]),
+        ("data/collect/tiny-streamline-2.safetensors", "solve", arguments(GHOST)),
+        ("data/solve/tiny-streamline-2-ghost.safetensors", "patch", arguments(GHOST)),
+        ("data/solve/tiny-streamline-2-ghost.parquet", "report", []),
+        ("data/patch/tiny-streamline-2-ghost/operators.safetensors", "eval_ppl", arguments(GHOST)),
+        ("data/eval_ppl/tiny-dense.parquet", "report", []),
+    ],
+)
+@pytest.mark.parametrize("damage", ["truncated", "empty"])
+def test_a_damaged_artifact(project, fails, artifact, stage, given, damage):
+    file = project.folder / artifact
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2] if damage == "truncated" else b"")
+    message = fails(stage, *given)
+    assert f"error: {artifact}: cannot be read" in message
+    assert "delete it and run `dvc repro`" in message
+
+
+def test_a_misspelt_key(project, fails):
+    project.set(text__calibration__seqlne=32)
+    assert "text.calibration.seqlne: unknown key (did you mean 'seqlen'?)" in fails("grid")
+
+
+@pytest.mark.slow
+def test_a_mistake_is_all_that_a_process_prints(project, tiny_model, tiny_tokenizer):
+    model = tiny_model()
+    model.model.layers[3].mlp.down_proj.weight.data[0, 0] = float("inf")
+    write_checkpoint(project.folder / CHECKPOINT, model, tiny_tokenizer)
+    record(project)
+    done = project.run("python", "-m", "stages.score", "--model", "tiny", PYTHONPATH=str(ROOT))
+    assert done.returncode == 2
+    assert re.fullmatch(r"error: output of model\.layers\.3: NaN or infinity .+\n", done.stdout), done.stdout
