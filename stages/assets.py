@@ -21,10 +21,10 @@ import pyarrow.parquet as pq
 import yaml
 from datasets import ClassLabel, Features, List, Value
 
-from stages import params
-from stages.artifacts import write_json, writing
-from stages.errors import UserError, run
-from stages.paths import ASSETS
+from stages.project import params
+from stages.project.artifacts import write_json, writing
+from stages.project.errors import UserError, run
+from stages.project.paths import ASSETS
 from stages.wheels import Wheel, fetch, pinned
 
 PINS = Path(__file__).with_name("assets.txt")

@@ -8,8 +8,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stages.errors import UserError
-from stages.params import Corpus
+from stages.project.errors import UserError
+from stages.project.params import Corpus
 
 DOCUMENT = re.compile(r"<doc [^>]*>\n(.*?)</doc>", re.DOTALL)
 JOINT = "\n\n"

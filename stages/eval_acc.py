@@ -12,12 +12,12 @@ from typing import Any
 
 import pandas as pd
 
-from stages import params
-from stages.artifacts import read_json, write_table
-from stages.errors import UserError, run
-from stages.keys import parse_row
-from stages.paths import DATA, accuracy_file, task_folder
-from stages.schemas import EVAL_ACC
+from stages.project import params
+from stages.project.artifacts import read_json, write_table
+from stages.project.errors import UserError, run
+from stages.project.keys import parse_row
+from stages.project.paths import DATA, accuracy_file, task_folder
+from stages.project.schemas import EVAL_ACC
 from stages.task import ORIGIN
 
 SHOTS = 0
@@ -32,7 +32,7 @@ def main() -> None:
     os.environ.setdefault("HF_DATASETS_CACHE", str((DATA / ".cache/datasets").absolute()))
     task = load_task(given.task)
     # Imported only now: a wrong task is found before seconds of imports and a model in memory.
-    from stages.checkpoint import load_tokenizer
+    from stages.base.checkpoint import load_tokenizer
     from stages.patched import load_row
 
     source = settings.models[row.model]

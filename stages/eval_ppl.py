@@ -13,15 +13,15 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from stages import params
-from stages.artifacts import read_json, read_table, require, write_table
+from stages.base.device import batch_tokens, forward_device
 from stages.batches import batches
-from stages.device import batch_tokens, forward_device
-from stages.errors import UserError, run
-from stages.keys import parse_row
 from stages.patched import BoundaryOperator, load_row
-from stages.paths import corpora_index, corpus_file, perplexity_file
-from stages.schemas import CORPUS_TEXT, EVAL_PPL
+from stages.project import params
+from stages.project.artifacts import read_json, read_table, require, write_table
+from stages.project.errors import UserError, run
+from stages.project.keys import parse_row
+from stages.project.paths import corpora_index, corpus_file, perplexity_file
+from stages.project.schemas import CORPUS_TEXT, EVAL_PPL
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def read_corpora(model: str) -> dict[str, pd.DataFrame]:
-    """The windows of every corpus in the index, columns of ``stages.schemas.CORPUS_TEXT``.
+    """The windows of every corpus in the index, columns of ``stages.project.schemas.CORPUS_TEXT``.
 
     Raises UserError when a corpus' file is not the one that the index lists.
     """

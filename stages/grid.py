@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from stages import params
-from stages.artifacts import write_table
-from stages.errors import run
-from stages.params import Params
-from stages.paths import (
+from stages.project import params
+from stages.project.artifacts import write_table
+from stages.project.errors import run
+from stages.project.params import Params
+from stages.project.paths import (
     DATA,
     GRID,
     accuracy_file,
@@ -24,7 +24,7 @@ from stages.paths import (
     select_file,
     solve_file,
 )
-from stages.schemas import GRID as SCHEMA
+from stages.project.schemas import GRID as SCHEMA
 
 REPORTED = ("score", "select", "solve", "eval_ppl", "eval_acc")
 """Folders of `data` that the report depends on as a whole."""

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from stages.errors import UserError
+from stages.project.errors import UserError
 
 
 def hadamard(order: int) -> Tensor:

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stages import params
-from stages.artifacts import write_json, writing
-from stages.checkpoint import SOURCE, check_weights, from_pretrained, sha256
-from stages.decoder import check_architecture
-from stages.errors import UserError, run
-from stages.keys import parse_row
-from stages.paths import model_folder
+from stages.base.checkpoint import SOURCE, check_weights, from_pretrained, sha256
+from stages.base.decoder import check_architecture
+from stages.project import params
+from stages.project.artifacts import write_json, writing
+from stages.project.errors import UserError, run
+from stages.project.keys import parse_row
+from stages.project.paths import model_folder
 
 
 def main() -> None:

@@ -9,16 +9,16 @@ import json
 import torch
 from transformers import PreTrainedModel
 
-from stages import params
-from stages.artifacts import read_json, read_table, writing
+from stages.base.checkpoint import SOURCE, load_config, load_model
+from stages.base.device import forward_device
 from stages.boundaries import Segment, runs
-from stages.checkpoint import SOURCE, load_config, load_model
-from stages.device import forward_device
-from stages.errors import UserError, run
-from stages.keys import parse_row
 from stages.patched import load_patched, write_adapter
-from stages.paths import diagnostics_file, model_folder, patch_folder, select_file, solve_file
-from stages.schemas import SELECT, SOLVE
+from stages.project import params
+from stages.project.artifacts import read_json, read_table, writing
+from stages.project.errors import UserError, run
+from stages.project.keys import parse_row
+from stages.project.paths import diagnostics_file, model_folder, patch_folder, select_file, solve_file
+from stages.project.schemas import SELECT, SOLVE
 from stages.tensors import read_tensors
 
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from stages.artifacts import read_json, write_json
+from stages.base.checkpoint import load_model
+from stages.base.decoder import decoder_layers, remove_layers
 from stages.boundaries import Segment, runs
-from stages.checkpoint import load_model
-from stages.decoder import decoder_layers, remove_layers
-from stages.errors import UserError
-from stages.keys import Row
-from stages.params import Params
-from stages.paths import patch_folder
+from stages.project.artifacts import read_json, write_json
+from stages.project.errors import UserError
+from stages.project.keys import Row
+from stages.project.params import Params
+from stages.project.paths import patch_folder
 from stages.tensors import read_tensors, write_tensors
 
 FORMAT = 1

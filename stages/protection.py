@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from stages.errors import UserError
+from stages.project.errors import UserError
 
 
 def removable(layers: int, n: int, criterion: str, options: dict[str, Any]) -> range:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from stages.artifacts import write_json, writing
-from stages.errors import run
-from stages.keys import Row
-from stages.params import load
-from stages.paths import REPORTS
+from stages.project.artifacts import write_json, writing
+from stages.project.errors import run
+from stages.project.keys import Row
+from stages.project.params import load
+from stages.project.paths import REPORTS
 from stages.reporting import pictures, results, tables
 from stages.reporting.document import document, summary
 

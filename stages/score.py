@@ -11,17 +11,17 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from stages import params
-from stages.artifacts import read_table, write_table
+from stages.base.checkpoint import load_config, load_model
+from stages.base.decoder import decoder_layers, decoder_stack, residual_states
+from stages.base.device import batch_tokens, float64_device, forward_device
 from stages.batches import batches
-from stages.checkpoint import load_config, load_model
-from stages.decoder import decoder_layers, decoder_stack, residual_states
-from stages.device import batch_tokens, float64_device, forward_device
-from stages.errors import run
-from stages.keys import parse_row
-from stages.paths import calibration_file, score_file
+from stages.project import params
+from stages.project.artifacts import read_table, write_table
+from stages.project.errors import run
+from stages.project.keys import parse_row
+from stages.project.paths import calibration_file, score_file
+from stages.project.schemas import CALIBRATION_TEXT, SCORE
 from stages.protection import removable
-from stages.schemas import CALIBRATION_TEXT, SCORE
 from stages.similarity import similarity_sums
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pandas as pd
 
-from stages import params
-from stages.artifacts import read_table, write_table
-from stages.errors import UserError, run
-from stages.keys import parse_row
-from stages.paths import score_file, select_file
+from stages.project import params
+from stages.project.artifacts import read_table, write_table
+from stages.project.errors import UserError, run
+from stages.project.keys import parse_row
+from stages.project.paths import score_file, select_file
+from stages.project.schemas import SCORE, SELECT
 from stages.protection import removable
-from stages.schemas import SCORE, SELECT
 
 
 def main() -> None:

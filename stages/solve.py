@@ -15,13 +15,13 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from stages import params
-from stages.artifacts import REMEDY, read_table, write_table
 from stages.boundaries import Segment, pieces, runs
-from stages.errors import UserError, run
-from stages.keys import parse_row
-from stages.paths import collect_file, diagnostics_file, select_file, solve_file
-from stages.schemas import SELECT, SOLVE
+from stages.project import params
+from stages.project.artifacts import REMEDY, read_table, write_table
+from stages.project.errors import UserError, run
+from stages.project.keys import parse_row
+from stages.project.paths import collect_file, diagnostics_file, select_file, solve_file
+from stages.project.schemas import SELECT, SOLVE
 from stages.sums import BoundarySums, antisymmetric_share, from_tensors, residual
 from stages.tensors import read_tensors, write_tensors
 
@@ -88,7 +88,7 @@ def solve(
 def diagnostics(
     operators: dict[Segment, Tensor], sums: dict[Segment, BoundarySums], removed: list[Segment]
 ) -> pd.DataFrame:
-    """One row per removed run: the columns of ``stages.schemas.SOLVE`` that the sums and operators give.
+    """One row per removed run: the columns of ``stages.project.schemas.SOLVE`` that the sums and operators give.
 
     Sums of the whole run are needed, whatever the boundary. The run of a row without operator has W = I.
     """

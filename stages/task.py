@@ -13,10 +13,10 @@ from pathlib import Path
 
 import yaml
 
-from stages import params
-from stages.artifacts import write_json, writing
-from stages.errors import UserError, run
-from stages.paths import task_folder
+from stages.project import params
+from stages.project.artifacts import write_json, writing
+from stages.project.errors import UserError, run
+from stages.project.paths import task_folder
 
 OURS = Path(__file__).with_name("tasks")
 ORIGIN = "origin.json"

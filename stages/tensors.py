@@ -8,8 +8,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from stages.artifacts import corrupted, require, writing
-
+from stages.project.artifacts import corrupted, require, writing
 
 METADATA = "stage"
 """The one entry of a file's header metadata: safetensors writes several in an order that differs from run to run."""

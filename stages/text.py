@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from stages import params
-from stages.artifacts import write_json, write_table, writing
-from stages.checkpoint import load_tokenizer
+from stages.base.checkpoint import load_tokenizer
 from stages.corpora import choose_windows, documents, token_windows
-from stages.errors import run
-from stages.keys import parse_row
-from stages.paths import calibration_file, corpora_index, corpus_file
-from stages.schemas import CALIBRATION_TEXT, CORPUS_TEXT
+from stages.project import params
+from stages.project.artifacts import write_json, write_table, writing
+from stages.project.errors import run
+from stages.project.keys import parse_row
+from stages.project.paths import calibration_file, corpora_index, corpus_file
+from stages.project.schemas import CALIBRATION_TEXT, CORPUS_TEXT
 
 
 def main() -> None:

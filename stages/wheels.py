@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from stages.errors import UserError
-from stages.paths import DATA
+from stages.project.errors import UserError
+from stages.project.paths import DATA
 
 WHEELS = DATA / ".wheels"
 PIN = re.compile(r"([\w.-]+)==([\w.!+]+) --hash=sha256:([0-9a-f]{64})")

@@ -26,7 +26,7 @@ import pytest
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from stages.keys import Row
+from stages.project.keys import Row
 
 ROOT = Path(__file__).parents[1]
 STAGES: dict[str, Any] = yaml.safe_load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["stages"]
@@ -342,7 +342,7 @@ def _direct(file: Path, root: Path) -> list[Path]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join([*base, *([node.module] if node.module else [])])
-            # `from stages import params` names a module, `from stages.params import load` what is in one.
+            # `from stages import params` names a module, `from stages.project.params import load` what is in one.
             names += [module, *(f"{module}.{alias.name}" for alias in node.names)]
     modules = []
     for name in names:

@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from stages import artifacts, schemas
-from stages.errors import UserError
+from stages.project import artifacts, schemas
+from stages.project.errors import UserError
 from stages.tensors import read_tensors, write_tensors
 
 FRAME = pd.DataFrame(

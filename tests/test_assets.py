@@ -10,8 +10,8 @@ import datasets
 import pytest
 
 from stages import assets, wheels
-from stages.artifacts import read_json
-from stages.errors import UserError
+from stages.project.artifacts import read_json
+from stages.project.errors import UserError
 
 SHARED = Path(__file__).parents[2] / "shared" / "datasets"
 PIQA = [

@@ -2,7 +2,7 @@ import pandas as pd
 import pytest
 
 from stages.criteria import shortgpt, streamline
-from stages.errors import UserError
+from stages.project.errors import UserError
 from stages.protection import removable
 from stages.select import choose
 

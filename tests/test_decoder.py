@@ -5,14 +5,14 @@ import torch
 from conftest import ARCHITECTURES, CHANNELS, LAYERS
 from transformers import BertConfig, PreTrainedModel
 
-from stages.decoder import (
+from stages.base.decoder import (
     check_architecture,
     decoder_layers,
     decoder_stack,
     remove_layers,
     residual_states,
 )
-from stages.errors import UserError
+from stages.project.errors import UserError
 
 Build = Callable[..., PreTrainedModel]
 architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)

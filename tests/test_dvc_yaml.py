@@ -11,8 +11,8 @@ from pipeline import (
     outputs_of,
 )
 
-from stages import paths
-from stages.keys import Row
+from stages.project import paths
+from stages.project.keys import Row
 
 ITEM = re.compile(r"\$\{item\.(\w+)\}")
 DYNAMIC = {"select": ("criteria", "criterion"), "solve": ("operators", "operator")}
@@ -43,9 +43,16 @@ def code_of(module: str, root: Path = ROOT) -> set[str]:
     return found
 
 
+def files_of(dependency: str) -> list[str]:
+    """The modules of a package that is one dependency; anything else as it is."""
+    folder = ROOT / dependency
+    package = (folder / "__init__.py").is_file()
+    return [file.relative_to(ROOT).as_posix() for file in sorted(folder.glob("*.py"))] if package else [dependency]
+
+
 def dependency_faults(declared: list[str], needed: set[str]) -> list[str]:
     """What is wrong with the code among a stage's deps."""
-    code = [dep for dep in declared if dep.startswith("stages/")]
+    code = [file for dep in declared if dep.startswith("stages/") for file in files_of(dep)]
     return [
         *(f"lacks {name}, which it imports" for name in sorted(needed - set(code))),
         *(f"has {name}, which it does not import" for name in sorted(set(code) - needed)),
@@ -91,7 +98,7 @@ def test_faults_of_a_wrong_list_are_named():
 
 
 def declared_outputs(row: Row, task: str) -> dict[str, list[Path]]:
-    """What stages/paths.py says that each stage writes."""
+    """What stages/project/paths.py says that each stage writes."""
     dense = Row(row.model)
     return {
         "grid": [paths.GRID],

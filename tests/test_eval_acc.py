@@ -15,11 +15,13 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from stages import assets, checkpoint, eval_acc, params, patched, task
-from stages.artifacts import read_table
-from stages.errors import UserError
-from stages.paths import ASSETS, task_folder
-from stages.schemas import EVAL_ACC
+from stages import assets, eval_acc, patched, task
+from stages.base import checkpoint
+from stages.project import params
+from stages.project.artifacts import read_table
+from stages.project.errors import UserError
+from stages.project.paths import ASSETS, task_folder
+from stages.project.schemas import EVAL_ACC
 
 SOURCE = Path(__file__).parents[1]
 OFFICIAL = Path(lm_eval.tasks.__file__).parent
@@ -171,7 +173,7 @@ def test_answers_agree_with_one_forward_pass_per_choice(name, batch_size, model,
 
 def test_limit_takes_the_first_questions(project, run_stage):
     text = (project / "params.yaml").read_text(encoding="utf-8")
-    (project / "params.yaml").write_text(text.replace("limit: 100", "limit: 2"), encoding="utf-8")
+    (project / "params.yaml").write_text(text.replace("limit: 200", "limit: 2"), encoding="utf-8")
     run_stage("--model", "smollm2", "--task", "piqa")
     run_stage("--model", "smollm2", "--criterion", "streamline", "--n", "7", "--operator", "ghost", "--task", "piqa")
     dense = read_table(Path("data/eval_acc/smollm2-dense-piqa.parquet"), EVAL_ACC)
@@ -191,7 +193,7 @@ def test_limit_takes_the_first_questions(project, run_stage):
 
 def test_no_limit_takes_all(project, run_stage):
     text = (project / "params.yaml").read_text(encoding="utf-8")
-    (project / "params.yaml").write_text(text.replace("limit: 100", "limit: null"), encoding="utf-8")
+    (project / "params.yaml").write_text(text.replace("limit: 200", "limit: null"), encoding="utf-8")
     run_stage("--model", "smollm2", "--task", "openbookqa")
     frame = read_table(Path("data/eval_acc/smollm2-dense-openbookqa.parquet"), EVAL_ACC)
     assert len(frame) == frame["available"].iloc[0] == 3

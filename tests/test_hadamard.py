@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from stages.errors import UserError
 from stages.hadamard import constructible, hadamard
+from stages.project.errors import UserError
 
 
 @pytest.mark.parametrize("order", [1, 2, 4, 8, 12, 16, 20, 24, 28, 36, 40, 52, 100, 576])

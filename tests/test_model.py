@@ -10,9 +10,9 @@ from gguf import GGUFWriter
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from stages import model as stage
-from stages.checkpoint import MEMO, SOURCE, load_config, load_model, load_tokenizer, location
-from stages.errors import UserError
-from stages.paths import model_folder
+from stages.base.checkpoint import MEMO, SOURCE, load_config, load_model, load_tokenizer, location
+from stages.project.errors import UserError
+from stages.project.paths import model_folder
 
 Build = Callable[..., PreTrainedModel]
 EMBEDDED = Path(__file__).parents[1] / "profiles/embedded.yaml"

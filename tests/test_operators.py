@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages.errors import UserError
 from stages.hadamard import hadamard
 from stages.operators import diag, ghost, none, rotate
-from stages.params import available, load
+from stages.project.errors import UserError
+from stages.project.params import available, load
 from stages.sums import BoundarySums, boundary_sums, residual
 
 C = 12

@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 import yaml
 
-from stages import params
-from stages.errors import UserError
+from stages.project import params
+from stages.project.errors import UserError
 
 PROFILES = Path(__file__).parent.parent / "profiles"
 DEFAULT = yaml.safe_load((PROFILES / "embedded.yaml").read_text())

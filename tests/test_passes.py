@@ -12,12 +12,12 @@ from conftest import ARCHITECTURES, CHANNELS, LAYERS
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from stages.base.decoder import decoder_layers, decoder_stack, residual_states
 from stages.boundaries import Segment
 from stages.collect import collect
-from stages.decoder import decoder_layers, decoder_stack, residual_states
-from stages.errors import UserError
 from stages.eval_ppl import window_nll
 from stages.hadamard import hadamard
+from stages.project.errors import UserError
 from stages.score import pairwise_similarity
 from stages.sums import boundary_sums, to_tensors
 

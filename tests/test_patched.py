@@ -9,10 +9,10 @@ from conftest import ARCHITECTURES, CHANNELS, LAYERS
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from stages.base.decoder import decoder_layers, decoder_stack, remove_layers, residual_states
 from stages.boundaries import Segment, runs
-from stages.decoder import decoder_layers, decoder_stack, remove_layers, residual_states
-from stages.errors import UserError
 from stages.patched import BoundaryOperator, base_shape, load_patched, patch_model, write_adapter
+from stages.project.errors import UserError
 
 Build = Callable[..., PreTrainedModel]
 architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)

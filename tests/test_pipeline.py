@@ -24,7 +24,7 @@ from pipeline import (
     wait_until,
 )
 
-from stages.keys import Row
+from stages.project.keys import Row
 
 SELECTION = Row("tiny", "streamline", 2)
 GHOST = Row("tiny", "streamline", 2, "ghost")

@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from stages import assets, collect, eval_ppl, model, patch, score, select, solve, text
-from stages.keys import Row
-from stages.paths import collect_file, diagnostics_file, perplexity_file, select_file
+from stages.project.keys import Row
+from stages.project.paths import collect_file, diagnostics_file, perplexity_file, select_file
 from stages.tensors import read_tensors, write_tensors
 
 PROJECT = Path(__file__).parents[1]

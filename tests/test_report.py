@@ -10,10 +10,11 @@ import pandas as pd
 import pytest
 import yaml
 
-from stages import artifacts, report, schemas
-from stages.artifacts import write_table
-from stages.errors import UserError
-from stages.keys import Row
+from stages import report
+from stages.project import artifacts, schemas
+from stages.project.artifacts import write_table
+from stages.project.errors import UserError
+from stages.project.keys import Row
 from stages.reporting import pictures
 
 LEVEL = {"none": 4.4, "diag": 4.2, "rotate": 4.25, "ghost": 3.7}

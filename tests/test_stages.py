@@ -21,8 +21,8 @@ from pipeline import (
     write_inputs,
 )
 
-import stages.checkpoint
-from stages.keys import Row
+import stages.base.checkpoint
+from stages.project.keys import Row
 
 PROGRESS = re.compile(r"[^\r\n]*\d+%\|[^\r\n]*|\r")
 SELECTION = Row("tiny", "streamline", 2)
@@ -185,7 +185,7 @@ def test_more_layers_to_remove_than_the_model_can_lose(project, fails, monkeypat
     def load(*_: Any) -> None:
         raise AssertionError("the model was loaded before n was checked")
 
-    monkeypatch.setattr(stages.checkpoint, "load_model", load)
+    monkeypatch.setattr(stages.base.checkpoint, "load_model", load)
     project.set(grid__criteria=[criterion], grid__n=[2, most + 1])
     message = fails("score", "--model", "tiny")
     assert f"params.yaml: grid.n: {most + 1} layers cannot be removed by {criterion}" in message

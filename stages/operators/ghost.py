@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from stages.errors import UserError
+from stages.project.errors import UserError
 from stages.sums import BoundarySums
 
 

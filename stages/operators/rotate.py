@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from stages.errors import UserError
 from stages.hadamard import hadamard
+from stages.project.errors import UserError
 from stages.sums import BoundarySums
 
 

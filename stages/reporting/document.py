@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from stages.boundaries import runs
-from stages.keys import Row
+from stages.project.keys import Row
 from stages.reporting import markdown
 from stages.reporting.results import Results
 from stages.reporting.significance import perplexity

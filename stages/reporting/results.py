@@ -1,7 +1,8 @@
 """What the rows that params.yaml declares were found to be: the artifacts, read and checked to be comparable.
 
 Of every declared row the scores, the selection, the diagnostics, the perplexities and the accuracies (their places:
-:mod:`stages.paths`, their columns: :mod:`stages.schemas`). Files that params.yaml does not declare are not looked at.
+:mod:`stages.project.paths`, their columns: :mod:`stages.project.schemas`). Files that params.yaml does not declare are
+not looked at.
 """
 
 import json
@@ -15,12 +16,12 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 
-from stages import schemas
-from stages.artifacts import REMEDY, read_table
-from stages.errors import UserError
-from stages.keys import Row
-from stages.params import Params
-from stages.paths import accuracy_file, diagnostics_file, perplexity_file, score_file, select_file
+from stages.project import schemas
+from stages.project.artifacts import REMEDY, read_table
+from stages.project.errors import UserError
+from stages.project.keys import Row
+from stages.project.params import Params
+from stages.project.paths import accuracy_file, diagnostics_file, perplexity_file, score_file, select_file
 
 SAME_WINDOWS = ["window", "tokens", "seqlen", "bos", "source"]
 SAME_QUESTIONS = ["question", "answer", "version", "source", "limit", "available", "num_fewshot"]

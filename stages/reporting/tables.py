@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from stages.keys import DENSE, Row
+from stages.project.keys import DENSE, Row
+from stages.project.schemas import SOLVE
 from stages.reporting.results import Results
 from stages.reporting.significance import (
     Array,
@@ -16,7 +17,6 @@ from stages.reporting.significance import (
     perplexity,
     weighted_mean,
 )
-from stages.schemas import SOLVE
 
 
 def window_means(results: Results, row: Row, corpus: str) -> tuple[Array, Array]:

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from stages.keys import Row
+from stages.project.keys import Row
 
 DATA = Path("data")
 ASSETS = DATA / "assets"
 REPORTS = Path("reports")
 GRID = DATA / "grid.parquet"
-"""The rows that params.yaml declares (`stages.schemas.GRID`)."""
+"""The rows that params.yaml declares (`stages.project.schemas.GRID`)."""
 
 
 def model_folder(model: str) -> Path:
@@ -17,12 +17,12 @@ def model_folder(model: str) -> Path:
 
 
 def calibration_file(model: str) -> Path:
-    """The calibration sequences (`stages.schemas.CALIBRATION_TEXT`)."""
+    """The calibration sequences (`stages.project.schemas.CALIBRATION_TEXT`)."""
     return DATA / "text" / model / "calibration.parquet"
 
 
 def corpus_file(model: str, corpus: str) -> Path:
-    """The windows of a perplexity corpus (`stages.schemas.CORPUS_TEXT`)."""
+    """The windows of a perplexity corpus (`stages.project.schemas.CORPUS_TEXT`)."""
     return DATA / "text" / model / f"{corpus}.parquet"
 
 
@@ -37,12 +37,12 @@ def task_folder(task: str) -> Path:
 
 
 def score_file(model: str) -> Path:
-    """The similarity of every pair of residual states (`stages.schemas.SCORE`)."""
+    """The similarity of every pair of residual states (`stages.project.schemas.SCORE`)."""
     return DATA / "score" / f"{model}.parquet"
 
 
 def select_file(row: Row) -> Path:
-    """The removed layers of a selection (`stages.schemas.SELECT`)."""
+    """The removed layers of a selection (`stages.project.schemas.SELECT`)."""
     return DATA / "select" / f"{row.selection}.parquet"
 
 
@@ -57,7 +57,7 @@ def solve_file(row: Row) -> Path:
 
 
 def diagnostics_file(row: Row) -> Path:
-    """The diagnostics of a row's operators (`stages.schemas.SOLVE`)."""
+    """The diagnostics of a row's operators (`stages.project.schemas.SOLVE`)."""
     return DATA / "solve" / f"{row.key}.parquet"
 
 
@@ -67,10 +67,10 @@ def patch_folder(row: Row) -> Path:
 
 
 def perplexity_file(row: Row) -> Path:
-    """The negative log-likelihoods of a row (`stages.schemas.EVAL_PPL`)."""
+    """The negative log-likelihoods of a row (`stages.project.schemas.EVAL_PPL`)."""
     return DATA / "eval_ppl" / f"{row.key}.parquet"
 
 
 def accuracy_file(row: Row, task: str) -> Path:
-    """The answers of a row to a task's questions (`stages.schemas.EVAL_ACC`)."""
+    """The answers of a row to a task's questions (`stages.project.schemas.EVAL_ACC`)."""
     return DATA / "eval_acc" / f"{row.key}-{task}.parquet"

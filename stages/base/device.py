@@ -8,7 +8,7 @@ import os
 
 import torch
 
-from stages.errors import UserError
+from stages.project.errors import UserError
 
 DEFAULT_BATCH_TOKENS = 2048
 

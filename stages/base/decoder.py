@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from stages.errors import UserError
+from stages.project.errors import UserError
 
 LAYERS = {
     "gemma3_text": "model.layers",

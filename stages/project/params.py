@@ -15,11 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from stages.errors import UserError
-from stages.keys import DENSE, Row
+from stages.project.errors import UserError
+from stages.project.keys import DENSE, Row
 
 PARAMS = Path("params.yaml")
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
 SLUG = re.compile(r"[a-z0-9][a-z0-9_]*(-[a-z0-9_]+)*")
 """Names of files and of keys that DVC looks up, where a dot would lead into a section."""
 SLUG_RULE = "use lower-case letters, digits, `_` and `-`"

@@ -8,11 +8,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from stages.artifacts import read_json, write_json
-from stages.decoder import check_architecture
-from stages.device import forward_device
-from stages.errors import UserError
-from stages.paths import DATA, model_folder
+from stages.base.decoder import check_architecture
+from stages.base.device import forward_device
+from stages.project.artifacts import read_json, write_json
+from stages.project.errors import UserError
+from stages.project.paths import DATA, model_folder
 
 SOURCE = "source.json"
 """In ``data/model/<model>``: kind (`gguf`, `path` or `id`), location, revision, fingerprints."""

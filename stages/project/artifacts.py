@@ -17,8 +17,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stages.errors import UserError
-from stages.schemas import Schema
+from stages.project.errors import UserError
+from stages.project.schemas import Schema
 
 PARTIAL = Path("data/.partial")
 VERSIONED = ("torch", "transformers", "tokenizers", "datasets", "lm-eval", "pyarrow", "numpy")
