@@ -1,8 +1,13 @@
 """Ghosted Layers: one module per pipeline stage, each run by DVC as ``python -m stages.<stage>``."""
 
+import gc
 import os
 import sys
 
 # Progress bars, ours and the libraries', are for somebody who watches. tqdm reads this once, when it is imported.
 if not sys.stderr.isatty():
     os.environ.setdefault("TQDM_DISABLE", "1")
+
+# Importing torch, transformers and lm_eval makes a million objects that stay; the default thresholds would have the
+# collector walk them over and over, up to a second in each of the pipeline's many short processes.
+gc.set_threshold(100_000, 20, 20)

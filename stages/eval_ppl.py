@@ -4,7 +4,6 @@ Reads ``data/text/<model>/perplexity.json`` and the corpora it lists, the model,
 its adapter. Writes ``data/eval_ppl/<key>.parquet``.
 """
 
-import hashlib
 from collections.abc import Sequence
 
 import pandas as pd
@@ -17,7 +16,7 @@ from stages.base.device import batch_tokens, forward_device
 from stages.batches import batches
 from stages.patched import BoundaryOperator, load_row
 from stages.project import params
-from stages.project.artifacts import read_json, read_table, require, write_table
+from stages.project.artifacts import read_json, read_table, require, sha256, write_table
 from stages.project.errors import UserError, run
 from stages.project.keys import parse_row
 from stages.project.paths import corpora_index, corpus_file, perplexity_file
@@ -61,7 +60,7 @@ def read_corpora(model: str) -> dict[str, pd.DataFrame]:
     for corpus, known in read_json(corpora_index(model))["corpora"].items():
         file = corpus_file(model, corpus)
         require(file)
-        if hashlib.sha256(file.read_bytes()).hexdigest() != known["sha256"]:
+        if sha256(file) != known["sha256"]:
             raise UserError(f"{file}: is not the file listed in {corpora_index(model)}; run `dvc checkout`")
         found[corpus] = read_table(file, CORPUS_TEXT)
     return found
@@ -88,10 +87,12 @@ def sequence_nll(logits: Tensor, ids: Tensor) -> Tensor:
 
     `logits` is [batch, tokens, vocabulary], `ids` [batch, tokens]. Log-softmax in float32, the sum in float64.
     """
-    sums = [
-        torch.nn.functional.cross_entropy(row[:-1].float(), target[1:], reduction="none").cpu().double().sum()
-        for row, target in zip(logits, ids, strict=True)
-    ]
+    sums = []
+    for row, target in zip(logits[:, :-1], ids[:, 1:], strict=True):
+        # In pieces that stay in a processor's cache; all at once takes twice the time.
+        pieces = zip(row.split(64), target.split(64), strict=True)
+        nll = [torch.nn.functional.cross_entropy(piece.float(), wanted, reduction="none") for piece, wanted in pieces]
+        sums.append(torch.cat(nll).cpu().double().sum())
     return torch.stack(sums)
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stages.base.checkpoint import SOURCE, check_weights, from_pretrained, sha256
+from stages.base.checkpoint import SOURCE, check_weights, from_pretrained
 from stages.base.decoder import check_architecture
 from stages.project import params
-from stages.project.artifacts import write_json, writing
+from stages.project.artifacts import sha256, write_json, writing
 from stages.project.errors import UserError, run
 from stages.project.keys import parse_row
 from stages.project.paths import model_folder

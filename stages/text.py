@@ -14,7 +14,7 @@ import pandas as pd
 from stages.base.checkpoint import load_tokenizer
 from stages.corpora import choose_windows, documents, token_windows
 from stages.project import params
-from stages.project.artifacts import write_json, write_table, writing
+from stages.project.artifacts import sha256, write_json, write_table, writing
 from stages.project.errors import run
 from stages.project.keys import parse_row
 from stages.project.paths import calibration_file, corpora_index, corpus_file
@@ -32,17 +32,20 @@ def main() -> None:
     tokenizer = load_tokenizer(row.model, settings.models[row.model].trust_remote_code)
     with writing(calibration_file(row.model).parent) as folder:
         folder.mkdir()
+
+        def identity(corpus: str) -> dict[str, str]:
+            source = settings.corpora[corpus].source
+            return {"model": row.model, "bos": text.bos, "corpus": corpus, "source": source}
+
         name = text.calibration.corpus
-        calibration = calibration_frame(tokenizer, texts[name], text)
-        common = {"model": row.model, "bos": text.bos}
-        named = {"corpus": name, "source": settings.corpora[name].source}
-        write_table(folder / calibration_file(row.model).name, calibration.assign(**common, **named), CALIBRATION_TEXT)
+        calibration = calibration_frame(tokenizer, texts[name], text).assign(**identity(name))
+        write_table(folder / calibration_file(row.model).name, calibration, CALIBRATION_TEXT)
         manifest = {}
         for name in text.perplexity.corpora:
-            named = {"corpus": name, "source": settings.corpora[name].source}
             file = folder / corpus_file(row.model, name).name
-            write_table(file, corpus_frame(tokenizer, texts[name], text, name).assign(**common, **named), CORPUS_TEXT)
-            manifest[name] = {"sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+            windows = corpus_frame(tokenizer, texts[name], text, name).assign(**identity(name))
+            write_table(file, windows, CORPUS_TEXT)
+            manifest[name] = {"sha256": sha256(file)}
         write_json(folder / corpora_index(row.model).name, {"corpora": manifest})
 
 

@@ -3,7 +3,6 @@
 They are read as archives: never installed, never imported.
 """
 
-import hashlib
 import os
 import re
 import subprocess
@@ -13,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from stages.project.artifacts import sha256
 from stages.project.errors import UserError
 from stages.project.paths import DATA
 
@@ -78,8 +78,7 @@ def _checked(wheel: Wheel) -> Path:
     (file, *others) = sorted(WHEELS.glob(wheel.pattern))
     if others:
         raise UserError(f"{WHEELS}: {[file.name, *(other.name for other in others)]} are all {wheel}; keep one")
-    with file.open("rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    found = sha256(file)
     if found != wheel.sha256:
         raise UserError(f"{file}: {_mismatch(wheel, found)}; delete the file to have it fetched again")
     return file

@@ -1,6 +1,5 @@
 """Loading what the stage `model` prepared: ``data/model/<model>`` is a checkpoint, or says where one is."""
 
-import hashlib
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +9,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from stages.base.decoder import check_architecture
 from stages.base.device import forward_device
-from stages.project.artifacts import read_json, write_json
+from stages.project.artifacts import read_json, sha256, write_json
 from stages.project.errors import UserError
 from stages.project.paths import DATA, model_folder
 
@@ -51,16 +50,14 @@ def fingerprint(file: Path, memo: dict[str, Any]) -> str:
     return str(known["sha256"])
 
 
-def sha256(file: Path) -> str:
-    """The file's SHA-256 in hex."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def load_config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
     """The configuration of a model. Raises UserError when its architecture is not supported."""
     place, extra = location(name)
-    config = from_pretrained(AutoConfig, place, place, trust_remote_code=trust_remote_code, **extra)
+    return _config(name, place, trust_remote_code=trust_remote_code, **extra)
+
+
+def _config(name: str, place: str, **options: Any) -> PreTrainedConfig:
+    config = from_pretrained(AutoConfig, place, place, **options)
     check_architecture(config, f"params.yaml: models.{name}")
     return cast(PreTrainedConfig, config)
 
@@ -77,17 +74,17 @@ def load_model(name: str, dtype: str, trust_remote_code: bool) -> PreTrainedMode
     Raises UserError when the checkpoint cannot be read, or when its weights are not exactly those that the
     architecture needs (missing ones would be random).
     """
-    load_config(name, trust_remote_code)
     place, extra = location(name)
+    options = {"trust_remote_code": trust_remote_code, **extra}
+    _config(name, place, **options)
     model, info = from_pretrained(
         AutoModelForCausalLM,
         place,
         place,
         dtype=getattr(torch, dtype),
-        trust_remote_code=trust_remote_code,
         use_safetensors=True,
         output_loading_info=True,
-        **extra,
+        **options,
     )
     check_weights(info, place)
     return cast(PreTrainedModel, model.to(forward_device()).eval())

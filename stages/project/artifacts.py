@@ -4,6 +4,7 @@ A stage never leaves a half-written artifact: it writes below ``data/.partial`` 
 name carries the process id, so a stage that outlives a killed ``dvc repro`` cannot mix its bytes with its successor's.
 """
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -72,6 +73,12 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def sha256(file: Path) -> str:
+    """The file's SHA-256 in hex."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def write_table(path: Path, frame: pd.DataFrame, schema: Schema) -> None:
