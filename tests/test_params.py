@@ -6,12 +6,13 @@ import yaml
 
 from stages.project import params
 from stages.project.errors import UserError
+from stages.project.sections import Params
 
 PROFILES = Path(__file__).parent.parent / "profiles"
 DEFAULT = yaml.safe_load((PROFILES / "embedded.yaml").read_text())
 
 
-def load(tmp_path: Path, **changes: Any) -> params.Params:
+def load(tmp_path: Path, **changes: Any) -> Params:
     """Load the default params.yaml with changes, keys such as ``grid__n`` for grid.n."""
     content = yaml.safe_load(yaml.safe_dump(DEFAULT))
     for key, value in changes.items():

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from stages.corpora import choose_windows, documents, token_windows
 from stages.project.errors import UserError
-from stages.project.params import CalibrationText, Corpus, PerplexityText, Text
+from stages.project.sections import CalibrationText, Corpus, PerplexityText, Text
 from stages.text import calibration_frame, corpus_frame
 
 RECORD = '<doc id="{0}" title="T{0}">\nT{0}\n\n{1}\n\n</doc>\n'

@@ -18,6 +18,7 @@ from stages.reporting.tables import (
     mean_accuracy,
     mean_nll,
     mean_perplexity,
+    questions_source,
     ratio,
     tasks_with,
 )
@@ -194,14 +195,14 @@ def _settings(results: Results, model: str) -> Iterable[str]:
     dense = Row(model)
     if model in results.scores:
         score = results.scores[model].iloc[0]
-        seed = (
-            "the first windows in order" if pd.isna(score["seed"]) else f"windows chosen with seed {score['seed']:.0f}"
-        )
+        seed = "the first ones in order" if pd.isna(score["seed"]) else f"chosen with seed {score['seed']:.0f}"
         yield (
-            f"Calibration: {score['sequences']:,} sequences x {score['seqlen']:,} tokens = {score['tokens']:,} tokens "
-            f"of {score['corpus']} ({score['source']}), {seed}, BOS {score['bos']}, {score['dtype']}; "
-            f"`{score['calibration']}`."
+            f"Calibration text: {score['corpus']} ({score['source']}), windows of {score['seqlen']:,} tokens cut from "
+            f"its {score['cut']}, {seed}, BOS {score['bos']}, {score['dtype']}. Layers selected from "
+            f"{score['sequences']:,} sequences, {score['tokens']:,} tokens: `{score['calibration']}`."
         )
+        for solved in [results.operators[row] for row in results.rows if row.model == model and not row.dense][:1]:
+            yield f"Operators solved from {solved['tokens'].iloc[0]:,} tokens: `{solved['calibration'].iloc[0]}`."
     if results.corpora:
         yield _perplexity_settings(results.windows[dense])
     if results.tasks:
@@ -219,9 +220,11 @@ def _perplexity_settings(windows: dict[str, pd.DataFrame]) -> str:
             "predicted tokens": [f"{frame['tokens'].sum():,}" for frame in windows.values()],
             "seqlen": [f"{row['seqlen']:,}" for row in first],
             "BOS": [row["bos"] for row in first],
+            "cut from": [row["cut"] for row in first],
+            "chosen by seed": ["-" if pd.isna(row["seed"]) else f"{row['seed']:.0f}" for row in first],
             "dtype": [row["dtype"] for row in first],
         },
-        text=["corpus", "source", "BOS", "dtype"],
+        text=["corpus", "source", "BOS", "cut from", "dtype"],
     )
 
 
@@ -230,7 +233,7 @@ def _accuracy_settings(questions: dict[str, pd.DataFrame]) -> str:
     return markdown.table(
         {
             "task": list(questions),
-            "source": [row["source"] for row in first],
+            "source": [questions_source(frame) for frame in questions.values()],
             "version": [row["version"] for row in first],
             "asked": [f"{len(frame):,}" for frame in questions.values()],
             "of": [f"{row['available']:,}" for row in first],
