@@ -7,6 +7,7 @@ cache does not know which model answered, and pickles.)
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from stages.project.artifacts import read_json, sha256, versions, write_json
+from stages.project.errors import UserError
 from stages.project.paths import DATA
 
 ANSWERS = DATA / ".cache/answers"
@@ -39,20 +41,33 @@ def resumable(
     """The answers of ``ask`` to `requests` (``lm_eval.api.instance.Instance``), in their order.
 
     Only parts without a file in `folder` are asked. A part holds whole questions of similar length, and its batches of
-    `batch_size` are the same whether an earlier part was answered now or before: resuming changes no bit.
+    `batch_size` are the same whether an earlier part was answered now or before: resuming changes no bit. Raises
+    UserError naming the question when a log-likelihood is not finite.
     """
-    texts = json.dumps([list(map(str, request.args)) for request in requests])
+    texts = json.dumps([batch_size, *(list(map(str, request.args)) for request in requests)])
     folder = folder / hashlib.sha256(texts.encode()).hexdigest()
     answers: list[Answer | None] = [None] * len(requests)
     for number, part in enumerate(tqdm(parts(requests, BATCHES * batch_size), desc="questions", leave=False)):
         file = folder / f"{number}.json"
         if not file.exists():
-            found = ask([requests[index] for index in part])
+            asked = [requests[index] for index in part]
+            found = ask(asked)
+            require_finite(asked, found)
             write_json(file, {"answers": [[float(value), bool(greedy)] for value, greedy in found]})
         for index, (value, greedy) in zip(part, read_json(file)["answers"], strict=True):
             answers[index] = (value, greedy)
     assert None not in answers
     return [answer for answer in answers if answer is not None]
+
+
+def require_finite(requests: Sequence[Any], answers: Sequence[Answer]) -> None:
+    """Raise UserError naming the question when a log-likelihood is NaN or infinite."""
+    for request, (value, _) in zip(requests, answers, strict=True):
+        if not math.isfinite(value):
+            raise UserError(
+                f"task {request.task_name}, question {request.doc_id}: a choice's log-likelihood is {value}; the model "
+                f"is broken in this dtype"
+            )
 
 
 def parts(requests: Sequence[Any], size: int) -> list[list[int]]:

@@ -73,7 +73,8 @@ def _texts(corpus: Corpus, where: str) -> Iterator[str]:
     # A data set that is read in part may be far too large to be had as a whole.
     stream = corpus.documents[1] is not None
     assert corpus.column is not None
-    yield from hub.column_texts(found_at, corpus.column, where, stream=stream, split=corpus.split, **options)
+    name = corpus.id or found_at
+    yield from hub.column_texts(name, found_at, corpus.column, where, stream=stream, split=corpus.split, **options)
 
 
 def _plain_texts(path: Path, corpus: Corpus) -> Iterator[str]:

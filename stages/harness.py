@@ -70,13 +70,15 @@ def data_sets_from(place: Callable[[str, str | None, str], str], where: str) -> 
 
     class Splits(datasets.DatasetDict):  # type: ignore[misc]  # has no types
         def __missing__(self, split: str) -> datasets.Dataset:
+            absent.append(f"{split} (there: {', '.join(self)})")
             self[split] = next(iter(self.values())).select([])
             return self[split]
 
     recorded: DataSets = {}
-    load = datasets.load_dataset
+    absent: list[str] = []
+    from_library = datasets.load_dataset
 
-    def load_recorded(path: str, name: str | None = None, **options: Any) -> Any:
+    def load(path: str, name: str | None = None, **options: Any) -> Any:
         given = {key: value for key, value in options.items() if value is not None}
         if given:
             raise UserError(f"{where}: data set {path} is loaded with {given}; only name and config are supported")
@@ -84,15 +86,21 @@ def data_sets_from(place: Callable[[str, str | None, str], str], where: str) -> 
             raise UserError(f"{where}: dataset_path {path} must be a Hub id, or a folder relative to the project's")
         found_at = place(path, name, where)
         try:
-            splits = Splits(load(found_at, name))
+            with patch.object(datasets, "load_dataset", from_library):
+                splits = Splits(hub.load(found_at, name=name))
         except Exception as error:
             # The library and those below it raise many types.
             raise hub.unloadable(where, path, name, found_at, error) from error
         recorded[path, name] = LoadedDataSet(splits)
         return splits
 
-    with patch.object(datasets, "load_dataset", load_recorded):
-        yield recorded
+    with patch.object(datasets, "load_dataset", load):
+        try:
+            yield recorded
+        except UserError as error:
+            if not absent:
+                raise
+            raise UserError(f"{error}; splits that were asked for and are not there: {'; '.join(absent)}") from error
 
 
 def build(name: str, definitions: Path, where: str) -> tuple[dict[str, Any], str]:

@@ -7,11 +7,14 @@ becomes their artifact, which later stages and other machines share. With a mirr
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from stages.project.errors import UserError
+from stages.project.paths import DATA
 
 MIRROR = "GHOSTED_MIRROR"
+CACHE = DATA / ".cache"
 
 
 def place(data_set: str, config: str | None, where: str) -> str:
@@ -43,17 +46,31 @@ def unloadable(where: str, data_set: str, config: str | None, found_at: str, err
     return UserError(f"{where}: data set {data_set}, config {config or 'default'}, from {looked}: {reason}{remedy}")
 
 
-def column_texts(found_at: str, column: str, where: str, *, stream: bool, split: str, **options: Any) -> Iterator[str]:
-    """The texts of one column of one split, in order, of a data set's folder or Hub id.
+def load(found_at: str, **options: Any) -> Any:
+    """``datasets.load_dataset(found_at, **options)`` as it is now.
+
+    The library's cache of a folder knows its name and config, not what is in it or where it is.
+    """
+    from datasets import load_dataset
+
+    if not Path(found_at).is_dir():
+        return load_dataset(found_at, **options)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=CACHE) as cache:
+        return load_dataset(found_at, **options, cache_dir=cache, keep_in_memory=not options.get("streaming"))
+
+
+def column_texts(
+    data_set: str, found_at: str, column: str, where: str, *, stream: bool, split: str, **options: Any
+) -> Iterator[str]:
+    """The texts of one column of one split, in order, of a data set that is `found_at` a folder or its Hub id.
 
     `stream` reads no further than it is asked to, and keeps nothing. `options` are those of ``datasets.load_dataset``
     (name, data_dir, revision). Raises UserError when the data set cannot be loaded, or the column holds no text.
     """
-    from datasets import load_dataset
-
     config = options.get("name") or options.get("data_dir")
     try:
-        rows = load_dataset(found_at, split=split, streaming=stream, **options)
+        rows = load(found_at, split=split, streaming=stream, **options)
         for number, row in enumerate(rows):
             text = row.get(column)
             if not isinstance(text, str):
@@ -64,4 +81,4 @@ def column_texts(found_at: str, column: str, where: str, *, stream: bool, split:
         raise
     except Exception as error:
         # The library and those below it raise many types, for a missing network alone more than one.
-        raise unloadable(where, found_at, config, found_at, error) from error
+        raise unloadable(where, data_set, config, found_at, error) from error

@@ -134,8 +134,9 @@ def members_of(manager: Any, name: str) -> Iterator[str]:
     entry = manager.task_index.get(name)
     if entry is None:
         return
-    yield from sorted(entry.tags)
-    if entry.yaml_path is not None:
+    if name in manager.all_tags:
+        yield from sorted(entry.tags)
+    elif entry.yaml_path is not None:
         yield name
     members = (entry.cfg or {}).get("task")
     for member in members if isinstance(members, list) else []:

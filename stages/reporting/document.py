@@ -201,8 +201,9 @@ def _settings(results: Results, model: str) -> Iterable[str]:
             f"its {score['cut']}, {seed}, BOS {score['bos']}, {score['dtype']}. Layers selected from "
             f"{score['sequences']:,} sequences, {score['tokens']:,} tokens: `{score['calibration']}`."
         )
-        for solved in [results.operators[row] for row in results.rows if row.model == model and not row.dense][:1]:
-            yield f"Operators solved from {solved['tokens'].iloc[0]:,} tokens: `{solved['calibration'].iloc[0]}`."
+        solved = [frame.iloc[0] for row, frame in results.operators.items() if row.model == model and len(frame)]
+        for first in solved[:1]:
+            yield f"Operators solved from {first['tokens']:,} tokens: `{first['calibration']}`."
     if results.corpora:
         yield _perplexity_settings(results.windows[dense])
     if results.tasks:
