@@ -356,7 +356,9 @@ def test_settings_are_stated():
     World().write()
     report.main()
     document = text()
-    calibration = "wiki (texts/wiki[0:5]), windows of 16 tokens cut from its stream, chosen with seed 0, BOS once, float32"
+    calibration = (
+        "wiki (texts/wiki[0:5]), windows of 16 tokens cut from its stream, chosen with seed 0, BOS once, float32"
+    )
     assert f"Calibration text: {calibration}. Layers selected from 4 sequences, 64 tokens: `{CALIBRATION}`." in document
     assert f"Operators solved from 64 tokens: `{CALIBRATION}`." in document
     assert 'options {"protect_last": 1}' in document
