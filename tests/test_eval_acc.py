@@ -105,7 +105,12 @@ def run_stage(monkeypatch, model, tokenizer):
     """Call the stage's main with a command line; the model and the calibration come from memory."""
 
     def call(*arguments: str) -> None:
-        made_with = {"calibration": "wiki:1x2:seed0:01234567", "boundary": "run", "options": "{}"}
+        made_with = {
+            "calibration": "wiki:1x2:seed0:01234567",
+            "boundary": "run",
+            "options": "{}",
+            "operator_dtype": "model",
+        }
         made_with = made_with if "--n" in arguments else dict.fromkeys(made_with)
         monkeypatch.setattr(sys, "argv", ["eval_acc", *arguments])
         monkeypatch.setattr(patched, "load_row", lambda *_: patched.LoadedRow(model, made_with))
@@ -169,6 +174,20 @@ def test_answers_agree_with_one_forward_pass_per_choice(name, batch_size, model,
     assert frame["correct"].mean() == reported["acc,none"]
     assert frame["correct_norm"].mean() == reported["acc_norm,none"]
     assert (frame["correct"] != frame["correct_norm"]).any(), "the questions do not tell the two metrics apart"
+
+
+@pytest.mark.parametrize("name", sorted(LINES))
+def test_answers_of_a_model_partly_on_disk(name, project, model, tokenizer, monkeypatch):
+    folder = project / "data/model/smollm2"
+    model.save_pretrained(folder)
+    (folder / checkpoint.SOURCE).write_text('{"kind": "gguf"}', encoding="utf-8")
+    places = {"embed_tokens": "disk", "layers.0": "cpu", "layers.1": "disk", "layers.2": "cpu", "norm": "disk"}
+    devices = {f"model.{module}": place for module, place in places.items()}
+    monkeypatch.setenv("GHOSTED_DEVICE_MAP", json.dumps({**devices, "lm_head": "disk"}))
+    spread = checkpoint.load_model("smollm2", "float32", False)
+    assert spread.device.type == "meta"
+    found, expected = (eval_acc.answers(eval_acc.load_task(name), of, tokenizer, None, 4) for of in (spread, model))
+    pd.testing.assert_frame_equal(found, expected, check_exact=True)
 
 
 def test_limit_takes_the_first_questions(project, run_stage):
