@@ -84,6 +84,8 @@ def answers(
     from lm_eval.evaluator import evaluate
     from lm_eval.models.huggingface import HFLM
 
+    from stages.base.decoder import input_device
+
     for task in tasks.values():
         task.set_config("num_fewshot", SHOTS)
     # HFLM warns that it takes the model as it is, which is what we want.
@@ -93,6 +95,8 @@ def answers(
     # In half precision, the sum of a choice's log-probabilities would be rounded to steps that decide questions.
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, softmax_dtype="float32")
     logger.setLevel(level)
+    # It takes the device of the first parameter, which a device map may keep on disk.
+    wrapped._device = input_device(model)
     ask = partial(wrapped.loglikelihood, disable_tqdm=True)
     wrapped.loglikelihood = partial(resumable, ask, batch_size=batch_size, folder=folder)
     samples = evaluate(wrapped, {"tasks": tasks}, limit=limit, bootstrap_iters=0)["samples"]

@@ -104,7 +104,12 @@ def run_stage(monkeypatch, model, tokenizer):
     """Call the stage's main with a command line; the model and the calibration come from memory."""
 
     def call(*arguments: str) -> None:
-        made_with = {"calibration": "wiki:1x2:seed0:01234567", "boundary": "run", "options": "{}"}
+        made_with = {
+            "calibration": "wiki:1x2:seed0:01234567",
+            "boundary": "run",
+            "options": "{}",
+            "operator_dtype": "model",
+        }
         made_with = made_with if "--n" in arguments else dict.fromkeys(made_with)
         monkeypatch.setattr(sys, "argv", ["eval_acc", *arguments])
         monkeypatch.setattr(patched, "load_row", lambda *_: patched.LoadedRow(model, made_with))
@@ -160,9 +165,27 @@ def test_answers_agree_with_one_forward_pass_per_choice(name, batch_size, model,
     assert (frame["correct"] != frame["correct_norm"]).any(), "the questions do not tell the two metrics apart"
 
 
+@pytest.mark.parametrize("name", sorted(LINES))
+def test_answers_of_a_model_partly_on_disk(name, project, model, tokenizer, monkeypatch):
+    folder = project / "data/model/smollm2"
+    model.save_pretrained(folder)
+    (folder / checkpoint.SOURCE).write_text('{"kind": "gguf"}', encoding="utf-8")
+    places = {"embed_tokens": "disk", "layers.0": "cpu", "layers.1": "disk", "layers.2": "cpu", "norm": "disk"}
+    devices = {f"model.{module}": place for module, place in places.items()}
+    monkeypatch.setenv("GHOSTED_DEVICE_MAP", json.dumps({**devices, "lm_head": "disk"}))
+    spread = checkpoint.load_model("smollm2", "float32", False)
+    assert spread.device.type == "meta"
+    tasks, _ = prepared(name)
+    found, expected = (
+        eval_acc.answers(tasks, of, tokenizer, None, 4, Path(f"answers-{number}"))
+        for number, of in enumerate((spread, model))
+    )
+    pd.testing.assert_frame_equal(found, expected, check_exact=True)
+
+
 def test_limit_takes_the_first_questions(project, run_stage):
     text = (project / "params.yaml").read_text(encoding="utf-8")
-    (project / "params.yaml").write_text(text.replace("limit: 200", "limit: 2"), encoding="utf-8")
+    (project / "params.yaml").write_text(text.replace("limit: 300", "limit: 2"), encoding="utf-8")
     run_stage("--model", "smollm2", "--task", "piqa")
     run_stage("--model", "smollm2", "--criterion", "streamline", "--n", "7", "--operator", "ghost", "--task", "piqa")
     dense = read_table(Path("data/eval_acc/smollm2-dense-piqa.parquet"), EVAL_ACC)
@@ -183,7 +206,7 @@ def test_limit_takes_the_first_questions(project, run_stage):
 
 def test_no_limit_takes_all(project, run_stage):
     text = (project / "params.yaml").read_text(encoding="utf-8")
-    (project / "params.yaml").write_text(text.replace("limit: 200", "limit: null"), encoding="utf-8")
+    (project / "params.yaml").write_text(text.replace("limit: 300", "limit: null"), encoding="utf-8")
     run_stage("--model", "smollm2", "--task", "openbookqa")
     frame = read_table(Path("data/eval_acc/smollm2-dense-openbookqa.parquet"), EVAL_ACC)
     assert len(frame) == frame["available"].iloc[0] == 3

@@ -3,9 +3,11 @@
 import hashlib
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import safetensors.torch
 import torch
@@ -22,6 +24,10 @@ from pipeline import (
 )
 
 import stages.base.checkpoint
+import stages.base.device
+import stages.operators.ghost
+import stages.patched
+from stages.project.errors import UserError
 from stages.project.keys import Row
 
 PROGRESS = re.compile(r"[^\r\n]*\d+%\|[^\r\n]*|\r")
@@ -76,6 +82,88 @@ def test_operators_follow_from_the_sums(prepared, criterion):
 @pytest.fixture
 def project(prepared, tmp_path) -> Project:
     return prepared.copy(tmp_path / "project")
+
+
+OPERATORS = ("data/solve/tiny-streamline-2-ghost.safetensors", "data/solve/tiny-streamline-2-ghost.parquet")
+
+
+def test_solve_moves_the_sums_to_the_forward_device(project, monkeypatch):
+    seen = []
+
+    def solve(sums, **_):
+        seen.extend(tensor.device.type for tensor in (sums.gram, sums.cross, sums.ratio, sums.tokens))
+        raise UserError("seen enough")
+
+    # A device of shapes alone: enough to see what arrives there.
+    monkeypatch.setattr(stages.base.device, "forward_device", lambda: torch.device("meta"))
+    monkeypatch.setattr(stages.operators.ghost, "solve", solve)
+    with pytest.raises(SystemExit):
+        project.stage("solve", *arguments(GHOST))
+    assert seen == ["meta"] * 4
+
+
+def test_solve_on_a_device_without_float64_takes_the_host(project, monkeypatch, refuse_float64):
+    before = project.digests("data/solve")
+    for name in OPERATORS:
+        (project.folder / name).unlink()
+    refuse_float64("meta")
+    monkeypatch.setattr(stages.base.device, "forward_device", lambda: torch.device("meta"))
+    project.stage("solve", *arguments(GHOST))
+    assert project.digests("data/solve") == before
+
+
+def test_a_device_map_changes_no_artifact(project, monkeypatch):
+    folders = [f"data/{name}" for name in ("score", "collect", "solve", "patch", "eval_ppl")]
+    before = project.digests(*folders)
+    for name in folders:
+        shutil.rmtree(project.folder / name)
+    names = ["model.embed_tokens", *(f"model.layers.{index}" for index in range(6)), "model.norm", "lm_head"]
+    on_disk = {"model.embed_tokens", "model.layers.1", "model.layers.4", "model.norm", "lm_head"}
+    monkeypatch.setenv("GHOSTED_DEVICE_MAP", json.dumps({name: "disk" if name in on_disk else "cpu" for name in names}))
+    places = []
+    load_model = stages.base.checkpoint.load_model
+
+    def load(*given):
+        model = load_model(*given)
+        places.append({parameter.device.type for parameter in model.parameters()})
+        return model
+
+    monkeypatch.setattr(stages.base.checkpoint, "load_model", load)
+    monkeypatch.setattr(stages.patched, "load_model", load)
+    for stage in ("score", "eval_ppl"):
+        project.stage(stage, "--model", "tiny")
+    for criterion in ("streamline", "shortgpt"):
+        project.stage("collect", *arguments(Row("tiny", criterion, 2))[:-2])
+        for operator in ("none", "ghost"):
+            for stage in ("solve", "patch", "eval_ppl"):
+                project.stage(stage, *arguments(Row("tiny", criterion, 2, operator)))
+    assert places == [{"cpu", "meta"}] * 12
+    assert project.digests(*folders) == before
+
+
+def test_the_operators_dtype_is_in_the_adapter_and_in_the_tables(project):
+    def evaluate(row: Row) -> tuple[Any, pd.DataFrame]:
+        for stage in ("patch", "eval_ppl"):
+            project.stage(stage, *arguments(row))
+        adapter = json.loads((project.folder / f"data/patch/{row.key}/adapter.json").read_text())
+        return adapter["operator_dtype"], table(project, Path(f"data/eval_ppl/{row.key}.parquet"))
+
+    none, found = Row("tiny", "streamline", 2, "none"), {}
+    half = {"path": str(CHECKPOINT), "dtype": "bfloat16"}
+    for operator_dtype in ("model", "float32"):
+        project.set(models={"tiny": half}, grid__operators=["none", "ghost"], patch__operator_dtype=operator_dtype)
+        said, found[operator_dtype] = evaluate(GHOST)
+        assert said == operator_dtype
+        assert (found[operator_dtype]["operator_dtype"] == operator_dtype).all()
+        assert (found[operator_dtype]["dtype"] == "bfloat16").all()
+        said, pruned = evaluate(none)
+        assert said is None
+        assert pruned["operator_dtype"].isna().all()
+    assert table(project, Path("data/eval_ppl/tiny-dense.parquet"))["operator_dtype"].isna().all()
+    for column in ("parameters", "operator_parameters", "tokens"):
+        assert (found["model"][column] == found["float32"][column]).all()
+    assert (found["model"]["operator_parameters"] == 16 * 16).all()
+    assert (found["model"]["nll"] != found["float32"]["nll"]).any()
 
 
 @pytest.fixture

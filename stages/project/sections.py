@@ -147,6 +147,15 @@ class Collect(Section):
     boundary: Literal["run", "layer"]
 
 
+OperatorDtype = Literal["model", "float32"]
+
+
+class Patch(Section):
+    """The recovered model: whether its operators are kept and applied in the model's dtype or in float32."""
+
+    operator_dtype: OperatorDtype
+
+
 class Task(Section):
     """A task that is not lm-evaluation-harness' own: its task file."""
 
@@ -172,6 +181,7 @@ class Params(Section):
     select: dict[str, dict[str, Any]]
     collect: Collect
     solve: dict[str, dict[str, Any]]
+    patch: Patch
     eval_acc: EvalAcc
 
     def rows(self) -> list[Row]:
