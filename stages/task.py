@@ -59,25 +59,24 @@ def copy_definition(file: Path, name: str, folder: Path, where: str) -> None:
     """
     if not file.is_file():
         raise UserError(f"{where}.file = {file}: no such file")
-    folder.mkdir()
-    open_files, definition = [file], None
-    while open_files:
-        current = open_files.pop()
-        content, needed = read_definition(current, where)
-        definition = definition or content
-        target = folder / current.relative_to(file.parent)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(current, target)
-        for other in needed:
-            beside = other.resolve().is_relative_to(file.parent.resolve())
-            if other.is_file() and not beside:
-                raise UserError(f"{where}: {current.name} needs {other}, which is not in {file.parent}")
-            if other.suffix == ".py" and other.is_file():
-                shutil.copyfile(other, folder / other.relative_to(file.parent))
-            elif other.suffix != ".py":
-                open_files.append(other)
-    if definition is None or definition.get("task") != name:
+    definition, _ = read_definition(file, where)
+    if definition.get("task") != name:
         raise UserError(f"{where}: {file} must define `task: {name}`")
+    home = file.resolve().parent
+    needed, copied = [file.resolve()], set[Path]()
+    while needed:
+        current = needed.pop()
+        # A function may be of an installed package, which is no file here.
+        if current in copied or (current.suffix == ".py" and not current.exists()):
+            continue
+        copied.add(current)
+        if not current.is_relative_to(home):
+            raise UserError(f"{where}: needs {current}, which is not in {file.parent}")
+        target = folder / current.relative_to(home)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if current.suffix != ".py":
+            needed += read_definition(current, where)[1]
+        shutil.copyfile(current, target)
 
 
 def read_definition(file: Path, where: str) -> tuple[dict[str, Any], list[Path]]:
@@ -92,7 +91,7 @@ def read_definition(file: Path, where: str) -> tuple[dict[str, Any], list[Path]]
 
     def function(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
         name = str(loader.construct_scalar(node))
-        functions.append(file.parent / f"{name.rpartition('.')[0].replace('.', '/')}.py")
+        functions.append((file.parent / f"{name.rpartition('.')[0].replace('.', '/')}.py").resolve())
         return name
 
     Loader.add_constructor("!function", function)
@@ -104,7 +103,8 @@ def read_definition(file: Path, where: str) -> tuple[dict[str, Any], list[Path]]
     if not isinstance(content, dict):
         raise UserError(f"{where}: {file} must hold a mapping, found {type(content).__name__}")
     included = content.get("include", [])
-    return content, functions + [file.parent / name for name in ([included] if isinstance(included, str) else included)]
+    names = [included] if isinstance(included, str) else included
+    return content, [*functions, *((file.parent / name).resolve() for name in names)]
 
 
 def find_official(name: str, own: list[str], where: str) -> str:
@@ -144,8 +144,8 @@ def members_of(manager: Any, name: str) -> Iterator[str]:
         yield from members_of(manager, inner)
 
 
-def place(data_set: str, config: str | None, where: str) -> str:
-    """Where a data set that a definition names is: a folder of that path, or in the mirror, or on the Hub."""
+def local_or_hub(data_set: str, config: str | None, where: str) -> str:
+    """Where a data set that a task file names is: a folder of that path, or in the mirror, or on the Hub."""
     return data_set if Path(data_set).is_dir() else hub.place(data_set, config, where)
 
 
@@ -155,7 +155,7 @@ def write_questions(name: str, definitions: Path, official: str | None, folder: 
     `official` is the definitions' folder in the harness, or None. Raises UserError when the task is of a kind that is
     not supported, or a data set cannot be loaded.
     """
-    with data_sets_from(place, where) as data_sets:
+    with data_sets_from(local_or_hub if official is None else hub.place, where) as data_sets:
         tasks, version = build(name, definitions, where)
     check_supported(tasks, where)
     members = {}

@@ -260,6 +260,27 @@ def test_a_task_file_with_what_it_needs(project: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("include: ../pets.yaml", "which is not in definitions"),
+        ("include: none", "none cannot be read"),
+        ("include: a", "cannot be built"),
+    ],
+)
+def test_includes_of_a_task_file_that_lead_astray(
+    project: Path, content: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "definitions").mkdir()
+    for name, text in (("a", f"{content}\ntask: pets\n"), ("b", "task: pets\n")):
+        (project / "definitions" / name).write_text(text, encoding="utf-8")
+    (project / "definitions/pets.yaml").write_text("include: [a, b]\ntask: pets\n", encoding="utf-8")
+    (project / "pets.yaml").write_text("task: pets\n", encoding="utf-8")
+    own(project, "pets", "definitions/pets.yaml")
+    with pytest.raises(UserError, match=message):
+        prepare(monkeypatch, "pets")
+
+
+@pytest.mark.parametrize(
     ("content", "message"), [("task: [", "cannot be read"), ("- a", "must hold a mapping"), (None, "no such file")]
 )
 def test_a_broken_task_file_is_named(
