@@ -11,7 +11,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from stages.base.checkpoint import load_model
-from stages.base.decoder import decoder_layers, decoder_stack, remove_layers, residual_states
+from stages.base.decoder import decoder_layers, decoder_stack, input_device, remove_layers, residual_states
 from stages.base.device import batch_tokens, float64_device, forward_device
 from stages.batches import batches
 from stages.boundaries import Segment, pieces, runs
@@ -61,7 +61,7 @@ def collect(
     rotation = hadamard(channels).to(device) if constructible(channels) else None
     indices = {index for segment in segments for index in segment}
     totals: dict[Segment, BoundarySums] = {}
-    for ids in tqdm(list(batches(sequences, tokens, forward_device())), desc="statistics", leave=False):
+    for ids in tqdm(list(batches(sequences, tokens, input_device(model))), desc="statistics", leave=False):
         with residual_states(model, indices) as states:
             stack(input_ids=ids, use_cache=False)
         exact = {index: state.to(device).double() for index, state in states.items()}

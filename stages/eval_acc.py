@@ -109,6 +109,8 @@ def answers(task: Any, model: Any, tokenizer: Any, limit: int | None, batch_size
     from lm_eval.evaluator import evaluate
     from lm_eval.models.huggingface import HFLM
 
+    from stages.base.decoder import input_device
+
     task.set_config("num_fewshot", SHOTS)
     # HFLM warns that it takes the model as it is, which is what we want.
     logger = logging.getLogger("lm_eval.models.huggingface")
@@ -117,6 +119,8 @@ def answers(task: Any, model: Any, tokenizer: Any, limit: int | None, batch_size
     # In half precision, the sum of a choice's log-probabilities would be rounded to steps that decide questions.
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, softmax_dtype="float32")
     logger.setLevel(level)
+    # It takes the device of the first parameter, which a device map may keep on disk.
+    wrapped._device = input_device(model)
     wrapped.loglikelihood = partial(wrapped.loglikelihood, disable_tqdm=not sys.stderr.isatty())
     name = task.task_name
     results = evaluate(wrapped, {"tasks": {name: task}}, limit=limit, bootstrap_iters=0)

@@ -12,7 +12,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from stages.base.device import batch_tokens, forward_device
+from stages.base.decoder import input_device
+from stages.base.device import batch_tokens
 from stages.batches import batches
 from stages.patched import BoundaryOperator, load_row
 from stages.project import params
@@ -45,7 +46,7 @@ def main() -> None:
         **row.columns(),
         dtype=settings.models[row.model].dtype,
         **made_with,
-        parameters=model.num_parameters(),
+        parameters=parameters(model),
         operator_parameters=sum(weight.numel() for operator in operators for weight in operator.parameters()),
     )
     write_table(perplexity_file(row), table, EVAL_PPL)
@@ -66,6 +67,15 @@ def read_corpora(model: str) -> dict[str, pd.DataFrame]:
     return found
 
 
+def parameters(model: PreTrainedModel) -> int:
+    """Number of the model's parameters, tied ones once.
+
+    By name: offloading to disk parts tied parameters, and ``num_parameters`` would then count them twice.
+    """
+    named = model.named_parameters(remove_duplicate=False)
+    return sum(weight.numel() for name, weight in named if name not in model.all_tied_weights_keys)
+
+
 @torch.no_grad()
 def window_nll(model: PreTrainedModel, windows: Sequence[Sequence[int]], tokens: int, corpus: str) -> list[float]:
     """Sum of the negative log-likelihoods of tokens 1.. of each window given those before, nats.
@@ -74,7 +84,7 @@ def window_nll(model: PreTrainedModel, windows: Sequence[Sequence[int]], tokens:
     not finite.
     """
     sums: list[float] = []
-    for ids in tqdm(list(batches(windows, tokens, forward_device())), desc=corpus, leave=False):
+    for ids in tqdm(list(batches(windows, tokens, input_device(model))), desc=corpus, leave=False):
         sums += sequence_nll(model(input_ids=ids, use_cache=False).logits, ids).tolist()
     for window, nll in enumerate(sums):
         if not torch.isfinite(torch.tensor(nll)):

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stages.base.checkpoint import SOURCE, load_config, load_model
-from stages.base.device import forward_device
+from stages.base.decoder import input_device
 from stages.boundaries import Segment, runs
 from stages.patched import load_patched, write_adapter
 from stages.project import params
@@ -66,7 +66,7 @@ def main() -> None:
 @torch.no_grad()
 def check(model: PreTrainedModel, what: str) -> None:
     """Raise UserError, naming `what`, unless a short forward pass gives finite logits."""
-    ids = torch.arange(8, device=forward_device())[None] % model.config.vocab_size
+    ids = torch.arange(8, device=input_device(model))[None] % model.config.vocab_size
     if not torch.isfinite(model(input_ids=ids).logits).all():
         raise UserError(f"{what}: the patched model's logits have NaN or infinity; try another `dtype` for the model")
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from stages.base.checkpoint import load_model
-from stages.base.decoder import decoder_layers, remove_layers
+from stages.base.decoder import decoder_layers, execution_device, remove_layers
 from stages.boundaries import Segment, runs
 from stages.project.artifacts import read_json, write_json
 from stages.project.errors import UserError
@@ -41,14 +41,17 @@ class BoundaryOperator(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Apply the operator to states of shape [..., C]."""
-        return hidden_states + hidden_states @ self.change
+        # With a device map the states come from the layer before: accelerate moves them only inside the next one.
+        states = hidden_states.to(self.change.device)
+        return states + states @ self.change
 
 
 def patch_model(model: PreTrainedModel, removed: list[int], changes: Mapping[Segment, Tensor]) -> None:
     """Remove layers in place and put the operators in, given as M = W - I, [C, C], by the removed run they bridge.
 
     An operator is applied to the input of the layer after the cut, or, where none is left after it, to the output of
-    the last layer, before the final norm. Raises ValueError when an operator's run is not one of the removed runs.
+    the last layer, before the final norm, on the device of that layer. Raises ValueError when an operator's run is not
+    one of the removed runs.
     """
     unknown = set(changes) - set(runs(removed))
     if unknown:
@@ -61,8 +64,7 @@ def patch_model(model: PreTrainedModel, removed: list[int], changes: Mapping[Seg
         operator.change.data = change
         following = segment.end - sum(layer < segment.end for layer in removed)
         layer = layers[min(following, len(layers) - 1)]
-        near = next(layer.parameters())
-        operator.to(device=near.device, dtype=near.dtype)
+        operator.to(device=execution_device(layer), dtype=next(layer.parameters()).dtype)
         if following < len(layers):
             layer.boundary_before = operator
             layer.register_forward_pre_hook(_before, with_kwargs=True)

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from stages.base.checkpoint import load_config, load_model
-from stages.base.decoder import decoder_layers, decoder_stack, residual_states
+from stages.base.decoder import decoder_layers, decoder_stack, input_device, residual_states
 from stages.base.device import batch_tokens, float64_device, forward_device
 from stages.batches import batches
 from stages.project import params
@@ -56,7 +56,7 @@ def pairwise_similarity(model: PreTrainedModel, sequences: Sequence[Sequence[int
     cosine = torch.zeros(count, count, dtype=torch.float64, device=device)
     angular = torch.zeros_like(cosine)
     seen = 0
-    for ids in tqdm(list(batches(sequences, tokens, forward_device())), desc="similarity", leave=False):
+    for ids in tqdm(list(batches(sequences, tokens, input_device(model))), desc="similarity", leave=False):
         with residual_states(model, range(count)) as states:
             stack(input_ids=ids, use_cache=False)
         stacked = torch.stack([states[index].to(device).flatten(0, 1) for index in range(count)]).double()

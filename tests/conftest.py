@@ -1,4 +1,4 @@
-"""Tiny random models of every supported architecture, and a tokenizer trained on a few sentences."""
+"""Tiny random models of every supported architecture, a tokenizer trained on a few sentences, a poor device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -92,3 +92,19 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def token_ids() -> torch.Tensor:
     """Five sequences of twelve token ids, [5, 12]."""
     return torch.randint(3, VOCABULARY, (5, 12), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def refuse_float64(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A function that has torch refuse float64 on the devices of one type, as it does on Apple's GPUs."""
+    ones = torch.ones
+
+    def refuse(kind: str) -> None:
+        def without_float64(*size: int, dtype: torch.dtype | None = None, device: torch.device) -> torch.Tensor:
+            if dtype == torch.float64 and device.type == kind:
+                raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+            return ones(*size, dtype=dtype, device=device)
+
+        monkeypatch.setattr(torch, "ones", without_float64)
+
+    return refuse

@@ -171,6 +171,20 @@ def test_answers_agree_with_one_forward_pass_per_choice(name, batch_size, model,
     assert (frame["correct"] != frame["correct_norm"]).any(), "the questions do not tell the two metrics apart"
 
 
+@pytest.mark.parametrize("name", sorted(LINES))
+def test_answers_of_a_model_partly_on_disk(name, project, model, tokenizer, monkeypatch):
+    folder = project / "data/model/smollm2"
+    model.save_pretrained(folder)
+    (folder / checkpoint.SOURCE).write_text('{"kind": "gguf"}', encoding="utf-8")
+    places = {"embed_tokens": "disk", "layers.0": "cpu", "layers.1": "disk", "layers.2": "cpu", "norm": "disk"}
+    devices = {f"model.{module}": place for module, place in places.items()}
+    monkeypatch.setenv("GHOSTED_DEVICE_MAP", json.dumps({**devices, "lm_head": "disk"}))
+    spread = checkpoint.load_model("smollm2", "float32", False)
+    assert spread.device.type == "meta"
+    found, expected = (eval_acc.answers(eval_acc.load_task(name), of, tokenizer, None, 4) for of in (spread, model))
+    pd.testing.assert_frame_equal(found, expected, check_exact=True)
+
+
 def test_limit_takes_the_first_questions(project, run_stage):
     text = (project / "params.yaml").read_text(encoding="utf-8")
     (project / "params.yaml").write_text(text.replace("limit: 200", "limit: 2"), encoding="utf-8")

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from pipeline import (
 )
 
 import stages.base.checkpoint
+import stages.patched
 from stages.project.keys import Row
 
 PROGRESS = re.compile(r"[^\r\n]*\d+%\|[^\r\n]*|\r")
@@ -76,6 +78,35 @@ def test_operators_follow_from_the_sums(prepared, criterion):
 @pytest.fixture
 def project(prepared, tmp_path) -> Project:
     return prepared.copy(tmp_path / "project")
+
+
+def test_a_device_map_changes_no_artifact(project, monkeypatch):
+    folders = [f"data/{name}" for name in ("score", "collect", "solve", "patch", "eval_ppl")]
+    before = project.digests(*folders)
+    for name in folders:
+        shutil.rmtree(project.folder / name)
+    names = ["model.embed_tokens", *(f"model.layers.{index}" for index in range(6)), "model.norm", "lm_head"]
+    on_disk = {"model.embed_tokens", "model.layers.1", "model.layers.4", "model.norm", "lm_head"}
+    monkeypatch.setenv("GHOSTED_DEVICE_MAP", json.dumps({name: "disk" if name in on_disk else "cpu" for name in names}))
+    places = []
+    load_model = stages.base.checkpoint.load_model
+
+    def load(*given):
+        model = load_model(*given)
+        places.append({parameter.device.type for parameter in model.parameters()})
+        return model
+
+    monkeypatch.setattr(stages.base.checkpoint, "load_model", load)
+    monkeypatch.setattr(stages.patched, "load_model", load)
+    for stage in ("score", "eval_ppl"):
+        project.stage(stage, "--model", "tiny")
+    for criterion in ("streamline", "shortgpt"):
+        project.stage("collect", *arguments(Row("tiny", criterion, 2))[:-2])
+        for operator in ("none", "ghost"):
+            for stage in ("solve", "patch", "eval_ppl"):
+                project.stage(stage, *arguments(Row("tiny", criterion, 2, operator)))
+    assert places == [{"cpu", "meta"}] * 12
+    assert project.digests(*folders) == before
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """Loading what the stage `model` prepared: ``data/model/<model>`` is a checkpoint, or says where one is."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -8,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from stages.base.decoder import check_architecture
-from stages.base.device import forward_device
+from stages.base.device import DISK, DeviceMap, covers, device_map, forward_device
 from stages.project.artifacts import read_json, sha256, write_json
 from stages.project.errors import UserError
 from stages.project.paths import DATA, model_folder
@@ -17,6 +19,8 @@ SOURCE = "source.json"
 """In ``data/model/<model>``: kind (`gguf`, `path` or `id`), location, revision, fingerprints."""
 MEMO = DATA / ".cache/fingerprints.json"
 """SHA-256 of local checkpoints' files, so that each is read once per change and machine."""
+OFFLOAD = DATA / ".cache/offload"
+"""Weights that a device map puts on disk, by model, where the checkpoint's own files cannot serve."""
 
 
 def location(name: str) -> tuple[str, dict[str, Any]]:
@@ -69,14 +73,19 @@ def load_tokenizer(name: str, trust_remote_code: bool) -> Tokenizer:
 
 
 def load_model(name: str, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
-    """The model in evaluation mode, in `dtype`, on the forward device.
+    """The model in evaluation mode, in `dtype`, on the forward device or as ``GHOSTED_DEVICE_MAP`` spreads it.
 
-    Raises UserError when the checkpoint cannot be read, or when its weights are not exactly those that the
-    architecture needs (missing ones would be random).
+    Raises UserError when the checkpoint cannot be read, when its weights are not exactly those that the architecture
+    needs (missing ones would be random), or when the device map does not fit the model.
     """
     place, extra = location(name)
     options = {"trust_remote_code": trust_remote_code, **extra}
-    _config(name, place, **options)
+    config = _config(name, place, **options)
+    devices = device_map()
+    if isinstance(devices, dict):
+        check_device_map(devices, config, trust_remote_code, place)
+    if devices is not None:
+        options |= {"device_map": devices, "offload_folder": str(OFFLOAD / name)}
     model, info = from_pretrained(
         AutoModelForCausalLM,
         place,
@@ -87,7 +96,34 @@ def load_model(name: str, dtype: str, trust_remote_code: bool) -> PreTrainedMode
         **options,
     )
     check_weights(info, place)
-    return cast(PreTrainedModel, model.to(forward_device()).eval())
+    if devices is None:
+        model = model.to(forward_device())
+    return cast(PreTrainedModel, model.eval())
+
+
+def check_device_map(devices: DeviceMap, config: PreTrainedConfig, trust_remote_code: bool, where: str) -> None:
+    """Raise UserError unless a device map names modules of the model and leaves no parameter out.
+
+    Also when it puts one of two tied parameters on disk without the other: accelerate would fail on it, in some cases
+    only in the first forward pass.
+    """
+    with _loading(where), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    modules = dict(model.named_modules())
+    unknown = [module for module in devices if module not in modules]
+    if unknown:
+        known = ", ".join(name for name, _ in model.named_children())
+        raise UserError(f"GHOSTED_DEVICE_MAP: {unknown[0]!r} is no module of {where}; it consists of {known}")
+    parameters = list(model.state_dict())
+    placed = {name: device for module, device in devices.items() for name in parameters if covers(module, name)}
+    missing = [name for name in parameters if name not in placed]
+    if missing:
+        raise UserError(
+            f"GHOSTED_DEVICE_MAP: has no device for {len(missing)} parameters of {where}, first {missing[0]}"
+        )
+    for tied, source in model.all_tied_weights_keys.items():
+        if (placed[tied] == DISK) != (placed[source] == DISK):
+            raise UserError(f"GHOSTED_DEVICE_MAP: {tied} and {source} are one weight: both on disk, or neither")
 
 
 def check_weights(info: dict[str, Any], where: str) -> None:
@@ -98,12 +134,16 @@ def check_weights(info: dict[str, Any], where: str) -> None:
 
 
 def from_pretrained(loader: Any, place: str, where: str, **options: Any) -> Any:
-    """``loader.from_pretrained(place, **options)``; whatever it raises becomes a UserError that names `where`.
-
-    The libraries below raise many types, bare exceptions among them, for damaged or inconsistent files.
-    """
-    try:
+    """``loader.from_pretrained(place, **options)``; whatever it raises becomes a UserError that names `where`."""
+    with _loading(where):
         return loader.from_pretrained(place, **options)
+
+
+@contextmanager
+def _loading(where: str) -> Iterator[None]:
+    """The libraries below raise many types, bare exceptions among them, for damaged or inconsistent files."""
+    try:
+        yield
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         raise UserError(f"{where}: cannot be loaded: {' '.join(lines[:3])}") from error

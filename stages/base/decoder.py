@@ -45,6 +45,24 @@ def decoder_stack(model: PreTrainedModel) -> nn.Module:
     return cast(nn.Module, model.get_submodule(LAYERS[model.config.model_type].rpartition(".")[0]))
 
 
+def execution_device(module: nn.Module) -> torch.device:
+    """The device that `module` computes on.
+
+    With a device map, accelerate may keep parameters elsewhere between calls (they are on `meta` then); its hooks,
+    which bring weights and inputs together, know the device.
+    """
+    for part in module.modules():
+        device = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    return next(module.parameters()).device
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """The device that token ids go to: that of the embeddings."""
+    return execution_device(model.get_input_embeddings())
+
+
 def layer_name(model: PreTrainedModel, index: int) -> str:
     """The name of decoder layer `index` in the model's state dict, such as ``model.layers.12``."""
     return f"{LAYERS[model.config.model_type]}.{index}"

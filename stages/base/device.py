@@ -1,9 +1,13 @@
 """Where the computation runs: run-time settings that never change an artifact beyond rounding.
 
-Two environment variables: ``GHOSTED_DEVICE`` (any torch device; by default an accelerator when there is one) and
-``GHOSTED_BATCH_TOKENS`` (tokens in one forward pass). Threads follow the usual ``OMP_NUM_THREADS``.
+Three environment variables. ``GHOSTED_DEVICE``: any torch device; by default an accelerator when there is one.
+``GHOSTED_DEVICE_MAP``, in its place, for a model larger than one device: a strategy of transformers (`auto`,
+`balanced`, `balanced_low_0`, `sequential`), or a JSON object from names of modules to devices, each a GPU's number, the
+name of a torch device, or `"disk"`. ``GHOSTED_BATCH_TOKENS``: tokens in one forward pass. Threads follow the usual
+``OMP_NUM_THREADS``.
 """
 
+import json
 import os
 
 import torch
@@ -11,19 +15,74 @@ import torch
 from stages.project.errors import UserError
 
 DEFAULT_BATCH_TOKENS = 2048
+STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+DISK = "disk"
+
+DeviceMap = dict[str, int | str]
+"""The device of every module named, which holds for all that is in it."""
 
 
 def forward_device() -> torch.device:
-    """The device for forward passes. Raises UserError when ``GHOSTED_DEVICE`` names one that is not there."""
+    """The device for forward passes, and for statistics and solves if it has float64.
+
+    Raises UserError when ``GHOSTED_DEVICE`` names one that is not there, or is set beside ``GHOSTED_DEVICE_MAP``.
+    """
+    _refuse_both()
     name = os.environ.get("GHOSTED_DEVICE")
     if name is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return accelerator if accelerator is not None else torch.get_default_device()
+    return _existing(name, f"GHOSTED_DEVICE={name}")
+
+
+def device_map() -> DeviceMap | str | None:
+    """What ``GHOSTED_DEVICE_MAP`` asks for: the device of every module, or a strategy of transformers; None if unset.
+
+    Raises UserError when it is neither, names a device that is not there or a module inside another one that it names,
+    or is set beside ``GHOSTED_DEVICE``.
+    """
+    _refuse_both()
+    text = os.environ.get("GHOSTED_DEVICE_MAP")
+    if text is None or text in STRATEGIES:
+        return text
+    try:
+        devices = json.loads(text)
+    except ValueError:
+        devices = None
+    if not isinstance(devices, dict) or not devices:
+        raise UserError(
+            f"GHOSTED_DEVICE_MAP={text}: must be {', '.join(STRATEGIES)}, or a JSON object from names of modules to "
+            f'devices, such as {{"model": 0, "lm_head": "cpu"}}'
+        )
+    for module, device in devices.items():
+        where = f"GHOSTED_DEVICE_MAP: {module!r}: {device!r}"
+        if isinstance(device, bool) or not isinstance(device, int | str):
+            raise UserError(f'{where}: must be a GPU\'s number, the name of a device, or "{DISK}"')
+        if device != DISK:
+            _existing(device, where)
+        inside = [name for name in devices if name != module and covers(module, name)]
+        if inside:
+            raise UserError(f"{where}: {inside[0]!r}, which lies inside it, has a device of its own; name one of them")
+    return devices
+
+
+def covers(module: str, name: str) -> bool:
+    """Whether the module or parameter `name` is `module`, or lies inside it; the whole model is named by ``""``."""
+    return module in ("", name) or name.startswith(f"{module}.")
+
+
+def _refuse_both() -> None:
+    if {"GHOSTED_DEVICE", "GHOSTED_DEVICE_MAP"} <= set(os.environ):
+        raise UserError("GHOSTED_DEVICE and GHOSTED_DEVICE_MAP are both set; one of them says where a model goes")
+
+
+def _existing(name: str | int, where: str) -> torch.device:
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UserError(f"GHOSTED_DEVICE={name}: {str(error).splitlines()[0]}") from error
+        # Read back, so that a device without data (`meta`) is none.
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError, ValueError) as error:
+        raise UserError(f"{where}: {str(error).splitlines()[0]}") from error
     return device
 
 
