@@ -9,7 +9,7 @@ from stages.project.errors import UserError
 
 
 def hadamard(order: int) -> Tensor:
-    """The orthonormal Hadamard matrix H of the given order, float64, entries ±1/sqrt(order), H H^T = I.
+    """The orthonormal Hadamard matrix H of the given order, float64 on the host, entries ±1/sqrt(order), H H^T = I.
 
     H is the Kronecker product of a Sylvester matrix of order 2^k and a Paley matrix of order m, order = 2^k m with the
     largest k for which one of the constructions gives m (Paley, "On orthogonal matrices", 1933): order q + 1 for a

@@ -15,6 +15,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from stages.base.device import float64_device, forward_device
 from stages.boundaries import Segment, pieces, runs
 from stages.project import params
 from stages.project.artifacts import REMEDY, read_table, write_table
@@ -34,13 +35,14 @@ def main() -> None:
     settings = params.load()
     params.check_name("params.yaml: grid.operators", row.operator, settings.solve)
     options = settings.solve[row.operator]
+    device = float64_device(forward_device())
     selection = read_table(select_file(row), SELECT)
     tensors, metadata = read_tensors(collect_file(row))
     removed = runs(selection["layer"])
     try:
         sums = from_tensors(tensors)
         needed = {*removed, *(piece for cut in removed for piece in pieces(cut, metadata["boundary"]))}
-        sums = {segment: sums[segment] for segment in sorted(needed)}
+        sums = {segment: sums[segment].to(device) for segment in sorted(needed)}
     except (KeyError, ValueError) as error:
         raise UserError(f"{collect_file(row)}: lacks {error}; {REMEDY}") from error
     operator = importlib.import_module(f"stages.operators.{row.operator}").solve
@@ -63,7 +65,7 @@ def solve(
     removed: list[Segment],
     boundary: str,
 ) -> dict[Segment, Tensor]:
-    """The operator W of every removed run, float64 [C, C]; empty where `operator` gives none.
+    """The operator W of every removed run, float64 [C, C] on the sums' device; empty where `operator` gives none.
 
     With boundary `layer`, W is the product of one operator per removed layer, in the order of the layers. Raises
     UserError when an operator cannot be solved or is not finite, naming the layers.

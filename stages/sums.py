@@ -43,6 +43,11 @@ class BoundarySums:
         plain = {name: getattr(self, name) + getattr(other, name) for name in ALWAYS}
         return BoundarySums(ratio_rotated=rotated, **plain)
 
+    def to(self, device: torch.device) -> "BoundarySums":
+        """The same sums on `device`, which must have float64."""
+        rotated = None if self.ratio_rotated is None else self.ratio_rotated.to(device)
+        return BoundarySums(ratio_rotated=rotated, **{name: getattr(self, name).to(device) for name in ALWAYS})
+
 
 ALWAYS = [field.name for field in fields(BoundarySums) if field.name != "ratio_rotated"]
 """Sums that every model has."""
@@ -52,12 +57,12 @@ def boundary_sums(pre: Tensor, post: Tensor, rotation: Tensor | None) -> Boundar
     """The sums of one batch.
 
     `pre` and `post` are h_start and h_end of whole sequences without padding, [sequences, tokens, C] in float64;
-    `rotation` is the Hadamard matrix [C, C] in float64, or None.
+    `rotation` is the Hadamard matrix [C, C] in float64, or None. All on one device, where the sums are too.
     """
     flat_pre, flat_post = pre.flatten(0, 1), post.flatten(0, 1)
     return BoundarySums(
-        tokens=torch.tensor(len(flat_pre)),
-        sequences=torch.tensor(len(pre)),
+        tokens=torch.tensor(len(flat_pre), device=pre.device),
+        sequences=torch.tensor(len(pre), device=pre.device),
         gram=flat_pre.T @ flat_pre,
         cross=flat_pre.T @ flat_post,
         post_square=flat_post.square().sum(),

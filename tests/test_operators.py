@@ -9,7 +9,7 @@ from stages.hadamard import hadamard
 from stages.operators import diag, ghost, none, rotate
 from stages.project.errors import UserError
 from stages.project.params import available, load
-from stages.sums import BoundarySums, boundary_sums, residual
+from stages.sums import BoundarySums, antisymmetric_share, boundary_sums, residual
 
 C = 12
 OPTIONS = load(Path(__file__).parents[1] / "profiles/embedded.yaml").solve
@@ -42,6 +42,23 @@ def test_states_that_do_not_change_need_no_operator(name: str) -> None:
     pre = normal(4, 50, C)
     W = importlib.import_module(f"stages.operators.{name}").solve(sums_of(pre, pre), **OPTIONS[name])
     assert W is None or torch.allclose(W, torch.eye(C, dtype=torch.float64), atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["diag", "rotate"])
+def test_the_operator_is_where_the_sums_are(name: str) -> None:
+    sums = sums_of(normal(2, 20, C), normal(2, 20, C, seed=1)).to(torch.device("meta"))
+    assert importlib.import_module(f"stages.operators.{name}").solve(sums).device.type == "meta"
+
+
+def test_ghost_and_the_diagnostics_make_no_tensor_elsewhere() -> None:
+    """What they made on the default device, here one without numbers, would not meet the sums."""
+    sums = sums_of(normal(4, 50, C), normal(4, 50, C, seed=1))
+    expected = ghost.solve(sums, ridge=1e-6)
+    with torch.device("meta"):
+        found = ghost.solve(sums, ridge=1e-6)
+        figures = (residual(sums, found), antisymmetric_share(found))
+    assert torch.equal(found, expected)
+    assert figures == (residual(sums, expected), antisymmetric_share(expected))
 
 
 def test_none_has_no_operator() -> None:

@@ -23,7 +23,10 @@ from pipeline import (
 )
 
 import stages.base.checkpoint
+import stages.base.device
+import stages.operators.ghost
 import stages.patched
+from stages.project.errors import UserError
 from stages.project.keys import Row
 
 PROGRESS = re.compile(r"[^\r\n]*\d+%\|[^\r\n]*|\r")
@@ -78,6 +81,34 @@ def test_operators_follow_from_the_sums(prepared, criterion):
 @pytest.fixture
 def project(prepared, tmp_path) -> Project:
     return prepared.copy(tmp_path / "project")
+
+
+OPERATORS = ("data/solve/tiny-streamline-2-ghost.safetensors", "data/solve/tiny-streamline-2-ghost.parquet")
+
+
+def test_solve_moves_the_sums_to_the_forward_device(project, monkeypatch):
+    seen = []
+
+    def solve(sums, **_):
+        seen.extend(tensor.device.type for tensor in (sums.gram, sums.cross, sums.ratio, sums.tokens))
+        raise UserError("seen enough")
+
+    # A device of shapes alone: enough to see what arrives there.
+    monkeypatch.setattr(stages.base.device, "forward_device", lambda: torch.device("meta"))
+    monkeypatch.setattr(stages.operators.ghost, "solve", solve)
+    with pytest.raises(SystemExit):
+        project.stage("solve", *arguments(GHOST))
+    assert seen == ["meta"] * 4
+
+
+def test_solve_on_a_device_without_float64_takes_the_host(project, monkeypatch, refuse_float64):
+    before = project.digests("data/solve")
+    for name in OPERATORS:
+        (project.folder / name).unlink()
+    refuse_float64("meta")
+    monkeypatch.setattr(stages.base.device, "forward_device", lambda: torch.device("meta"))
+    project.stage("solve", *arguments(GHOST))
+    assert project.digests("data/solve") == before
 
 
 def test_a_device_map_changes_no_artifact(project, monkeypatch):

@@ -50,6 +50,15 @@ def test_a_dead_channel_has_ratio_one(states: tuple[Tensor, Tensor]) -> None:
     assert sums.ratio_rotated is None
 
 
+def test_sums_are_where_the_states_are(states: tuple[Tensor, Tensor]) -> None:
+    # No second device holds numbers on every machine; `meta` holds shapes and tells where a tensor is.
+    pre, post = (state.to("meta") for state in states)
+    moved = boundary_sums(*states, hadamard(8)).to(torch.device("meta"))
+    for sums in (boundary_sums(pre, post, hadamard(8).to("meta")), moved, moved + moved):
+        assert {tensor.device.type for tensor in to_tensors({Segment(0, 1): sums}).values()} == {"meta"}
+    assert boundary_sums(*states, None).to(torch.device("meta")).ratio_rotated is None
+
+
 def test_residual_against_the_states(states: tuple[Tensor, Tensor]) -> None:
     pre, post = states
     sums = boundary_sums(pre, post, None)

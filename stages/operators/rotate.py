@@ -19,5 +19,5 @@ def solve(sums: BoundarySums) -> Tensor:
             f"no Hadamard matrix of order {len(sums.ratio)}, the model's hidden size, can be constructed; "
             f"use `diag`, which needs none"
         )
-    rotation = hadamard(len(sums.ratio))
+    rotation = hadamard(len(sums.ratio)).to(sums.ratio.device)
     return torch.einsum("ic,c,jc->ij", rotation, sums.ratio_rotated / sums.sequences, rotation)
