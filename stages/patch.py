@@ -50,6 +50,7 @@ def main() -> None:
         "boundary": first["boundary"],
         "operators": bool(tensors),
         "options": json.loads(first["options"]),
+        "operator_dtype": settings.patch.operator_dtype if tensors else None,
         "dtype": first["dtype"],
         "calibration": first["calibration"],
         "calibration_tokens": int(first["tokens"]),

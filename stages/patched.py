@@ -7,7 +7,7 @@ operators. :func:`load_patched` puts it on a base model; the result is still the
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,12 @@ from stages.boundaries import Segment, runs
 from stages.project.artifacts import read_json, write_json
 from stages.project.errors import UserError
 from stages.project.keys import Row
-from stages.project.params import Params
+from stages.project.params import OperatorDtype, Params
 from stages.project.paths import patch_folder
 from stages.tensors import read_tensors, write_tensors
 
-FORMAT = 1
+FORMAT = 2
+"""Version 1 lacked `operator_dtype`: its operators were applied in the model's dtype."""
 DESCRIPTION = "adapter.json"
 OPERATORS = "operators.safetensors"
 
@@ -32,7 +33,7 @@ class BoundaryOperator(nn.Module):
     """x -> x + x M on the residual stream, for the operator W = I + M.
 
     Kept as M, so that in half precision the states themselves are not rounded by a product. Starts as M = 0: a
-    checkpoint that lacks it leaves the model pruned, not random.
+    checkpoint that lacks it leaves the model pruned, not random. Computes in the dtype of M and returns the states'.
     """
 
     def __init__(self, channels: int):
@@ -42,16 +43,21 @@ class BoundaryOperator(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Apply the operator to states of shape [..., C]."""
         # With a device map the states come from the layer before: accelerate moves them only inside the next one.
-        states = hidden_states.to(self.change.device)
-        return states + states @ self.change
+        states = hidden_states.to(self.change)
+        return (states + states @ self.change).to(hidden_states.dtype)
 
 
-def patch_model(model: PreTrainedModel, removed: list[int], changes: Mapping[Segment, Tensor]) -> None:
+def patch_model(
+    model: PreTrainedModel,
+    removed: list[int],
+    changes: Mapping[Segment, Tensor],
+    operator_dtype: OperatorDtype = "model",
+) -> None:
     """Remove layers in place and put the operators in, given as M = W - I, [C, C], by the removed run they bridge.
 
     An operator is applied to the input of the layer after the cut, or, where none is left after it, to the output of
-    the last layer, before the final norm, on the device of that layer. Raises ValueError when an operator's run is not
-    one of the removed runs.
+    the last layer, before the final norm, on the device of that layer and in its dtype (`model`) or in float32. Raises
+    ValueError when an operator's run is not one of the removed runs.
     """
     unknown = set(changes) - set(runs(removed))
     if unknown:
@@ -64,7 +70,8 @@ def patch_model(model: PreTrainedModel, removed: list[int], changes: Mapping[Seg
         operator.change.data = change
         following = segment.end - sum(layer < segment.end for layer in removed)
         layer = layers[min(following, len(layers) - 1)]
-        operator.to(device=execution_device(layer), dtype=next(layer.parameters()).dtype)
+        dtype = torch.float32 if operator_dtype == "float32" else next(layer.parameters()).dtype
+        operator.to(device=execution_device(layer), dtype=dtype)
         if following < len(layers):
             layer.boundary_before = operator
             layer.register_forward_pre_hook(_before, with_kwargs=True)
@@ -97,11 +104,20 @@ def write_adapter(folder: Path, description: dict[str, Any], operators: Mapping[
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """An adapter's description. Raises UserError when it is missing, damaged, or of a newer format."""
-    description = read_json(folder / DESCRIPTION)
+    """An adapter's description, as the current format has it.
+
+    Raises UserError when it is missing, damaged, of a newer format, or has an `operator_dtype` that is none.
+    """
+    file = folder / DESCRIPTION
+    description = read_json(file)
     version = description.get("format_version")
-    if version != FORMAT:
-        raise UserError(f"{folder / DESCRIPTION}: format_version {version!r}; this version reads {FORMAT}")
+    if version == 1:
+        description["operator_dtype"] = "model" if description["operators"] else None
+    elif version != FORMAT:
+        raise UserError(f"{file}: format_version {version!r}; this version reads 1 and {FORMAT}")
+    allowed = get_args(OperatorDtype) if description["operators"] else (None,)
+    if description.get("operator_dtype") not in allowed:
+        raise UserError(f"{file}: operator_dtype {description.get('operator_dtype')!r}; must be one of {allowed}")
     return description
 
 
@@ -124,7 +140,8 @@ def load_patched(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != (size, size) or not torch.isfinite(tensor).all():
             raise UserError(f"{folder / OPERATORS}: {name} is not a finite [{size}, {size}] matrix")
-    patch_model(base, description["removed_layers"], {Segment.parse(name): t for name, t in tensors.items()})
+    changes = {Segment.parse(name): change for name, change in tensors.items()}
+    patch_model(base, description["removed_layers"], changes, description["operator_dtype"])
     return base
 
 
@@ -143,15 +160,18 @@ class LoadedRow(NamedTuple):
 
     model: PreTrainedModel
     made_with: dict[str, str | None]
-    """The columns calibration, boundary and options of the evaluation tables; all None for the dense row."""
+    """The columns calibration, boundary, options and operator_dtype of the evaluation tables.
+
+    All None for the dense row, and operator_dtype for a row without operators.
+    """
 
 
 def load_row(row: Row, settings: Params) -> LoadedRow:
     """Load the model of a row of the tables: the base, with the row's adapter unless it is the dense row."""
-    made_with = dict.fromkeys(("calibration", "boundary", "options"))
+    made_with = dict.fromkeys(("calibration", "boundary", "options", "operator_dtype"))
     if not row.dense:
         description = read_description(patch_folder(row))
-        made_with = {name: description[name] for name in ("calibration", "boundary")}
+        made_with = {name: description[name] for name in ("calibration", "boundary", "operator_dtype")}
         made_with["options"] = json.dumps(description["options"], sort_keys=True)
     source = settings.models[row.model]
     model = load_model(row.model, source.dtype, source.trust_remote_code)

@@ -57,6 +57,7 @@ PARAMS: dict[str, Any] = {
     },
     "collect": {"boundary": "run"},
     "solve": {"none": {}, "diag": {}, "ghost": {"ridge": 1e-6}},
+    "patch": {"operator_dtype": "model"},
     "eval_acc": {"limit": 6, "batch_size": 4},
 }
 

@@ -105,7 +105,12 @@ def run_stage(monkeypatch, model, tokenizer):
     """Call the stage's main with a command line; the model and the calibration come from memory."""
 
     def call(*arguments: str) -> None:
-        made_with = {"calibration": "wiki:1x2:seed0:01234567", "boundary": "run", "options": "{}"}
+        made_with = {
+            "calibration": "wiki:1x2:seed0:01234567",
+            "boundary": "run",
+            "options": "{}",
+            "operator_dtype": "model",
+        }
         made_with = made_with if "--n" in arguments else dict.fromkeys(made_with)
         monkeypatch.setattr(sys, "argv", ["eval_acc", *arguments])
         monkeypatch.setattr(patched, "load_row", lambda *_: patched.LoadedRow(model, made_with))

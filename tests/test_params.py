@@ -72,6 +72,8 @@ def test_default_calibration_and_evaluation_documents_are_disjoint(tmp_path: Pat
         ({"text__bos": "twice"}, "text.bos = 'twice'.*'once' or 'every-window'"),
         ({"text__seqlenn": 5}, "text.seqlenn: unknown key; text knows bos, calibration, perplexity"),
         ({"evalacc": {}}, r"evalacc: unknown key \(did you mean 'eval_acc'\?\)"),
+        ({"patch__operator_dtype": "float64"}, "patch.operator_dtype = 'float64'.*'model' or 'float32'"),
+        ({"patch": {}}, "patch.operator_dtype: missing"),
         ({"models__smollm2__dtype": "float8"}, "models.smollm2.dtype = 'float8'"),
         ({"models__smollm2__path": "x"}, "models.smollm2 .*exactly one of gguf, path, id"),
         ({"models__smollm2": {"id": "a/b", "revision": "main"}}, "revision 'main' is not a commit"),

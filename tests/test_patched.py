@@ -1,7 +1,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from stages.base.decoder import decoder_layers, decoder_stack, remove_layers, re
 from stages.boundaries import Segment, runs
 from stages.patched import BoundaryOperator, base_shape, load_patched, patch_model, write_adapter
 from stages.project.errors import UserError
+from stages.project.params import OperatorDtype
 
 Build = Callable[..., PreTrainedModel]
 architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -99,12 +100,48 @@ def test_a_perfect_operator_repairs_a_linear_block(tiny_model: Build, token_ids:
     assert torch.allclose(logits(patched, token_ids), logits(dense, token_ids), atol=1e-4)
 
 
-def test_operators_are_parameters_in_the_models_dtype(tiny_model: Build) -> None:
-    model = tiny_model().to(torch.bfloat16)
-    patch_model(model, [2, 3], changes_of([2, 3]))
-    (operator,) = [module for module in model.modules() if isinstance(module, BoundaryOperator)]
-    assert operator.change.dtype == torch.bfloat16
-    assert "model.layers.2.boundary_before.change" in model.state_dict()
+HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+@HALF
+@pytest.mark.parametrize("operator_dtype", ["model", "float32"])
+@pytest.mark.parametrize("removed", [[2, 3], [LAYERS - 2, LAYERS - 1]], ids=["before a layer", "behind the last"])
+def test_operators_in_half_precision(
+    dtype: torch.dtype, operator_dtype: OperatorDtype, removed: list[int], tiny_model: Build, token_ids: Tensor
+) -> None:
+    model = tiny_model().to(dtype)
+    dense = model.num_parameters()
+    (change,) = changes_of(removed).values()
+    patch_model(model, removed, changes_of(removed), operator_dtype)
+    ((name, operator),) = [item for item in model.named_modules() if isinstance(item[1], BoundaryOperator)]
+    states: list[Tensor] = []
+    operator.register_forward_hook(lambda _module, given, output: states.extend([given[0], output]))
+    assert logits(model, token_ids).dtype == dtype
+    given, found = states
+    assert (given.dtype, found.dtype) == (dtype, dtype)
+    exact = given.double() + given.double() @ change.double()
+    # Half a unit in the last place: what rounding the exact result alone costs.
+    rounded_once = (found.double() - exact).abs() <= 0.505 * torch.finfo(dtype).eps * exact.abs()
+    if operator_dtype == "model":
+        assert torch.equal(operator.change, change.to(dtype))
+        assert torch.equal(found, given + given @ change.to(dtype))
+        assert not rounded_once.all()
+    else:
+        assert torch.equal(operator.change, change)
+        assert torch.equal(found, (given.float() + given.float() @ change).to(dtype))
+        assert rounded_once.all()
+    assert f"{name}.change" in model.state_dict()
+    removed_weights = sum(p.numel() for i in removed for p in decoder_layers(tiny_model())[i].parameters())
+    assert model.num_parameters() == dense - removed_weights + CHANNELS**2
+
+
+def test_in_a_float32_model_both_dtypes_of_operators_are_one(tiny_model: Build, token_ids: Tensor) -> None:
+    found = []
+    for operator_dtype in get_args(OperatorDtype):
+        model = tiny_model()
+        patch_model(model, [2, 3], changes_of([2, 3]), operator_dtype)
+        found.append(logits(model, token_ids))
+    assert torch.equal(*found)
 
 
 def test_identity_on_creation() -> None:
@@ -128,6 +165,7 @@ def adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: Build) 
         "removed_layers": removed,
         "boundaries": [list(run) for run in runs(removed)],
         "operators": True,
+        "operator_dtype": "model",
     }
     write_adapter(tmp_path / "adapter", description, operators)
     return tmp_path / "adapter"
@@ -159,8 +197,39 @@ def test_adapter_of_another_base_is_refused(adapter: Path, tiny_model: Build) ->
 
 
 def test_newer_format_is_refused(adapter: Path, tiny_model: Build) -> None:
-    edit(adapter, format_version=2)
-    with pytest.raises(UserError, match="format_version 2; this version reads 1"):
+    edit(adapter, format_version=3)
+    with pytest.raises(UserError, match="format_version 3; this version reads 1 and 2"):
+        load_patched(tiny_model(), adapter)
+
+
+def operators_of(model: PreTrainedModel) -> list[BoundaryOperator]:
+    return [module for module in model.modules() if isinstance(module, BoundaryOperator)]
+
+
+@pytest.mark.parametrize(("operator_dtype", "kept"), [("model", torch.bfloat16), ("float32", torch.float32)])
+def test_adapter_says_the_dtype_of_its_operators(
+    operator_dtype: str, kept: torch.dtype, adapter: Path, tiny_model: Build, token_ids: Tensor
+) -> None:
+    edit(adapter, operator_dtype=operator_dtype)
+    model = load_patched(tiny_model().to(torch.bfloat16), adapter)
+    assert [operator.change.dtype for operator in operators_of(model)] == [kept, kept]
+    assert model.model.layers[0].mlp.down_proj.weight.dtype == torch.bfloat16
+    assert torch.isfinite(logits(model, token_ids)).all()
+
+
+def test_adapter_of_the_first_format_is_applied_in_the_models_dtype(adapter: Path, tiny_model: Build) -> None:
+    file = adapter / "adapter.json"
+    description = json.loads(file.read_text())
+    del description["operator_dtype"]
+    file.write_text(json.dumps({**description, "format_version": 1}))
+    model = load_patched(tiny_model().to(torch.bfloat16), adapter)
+    assert [operator.change.dtype for operator in operators_of(model)] == [torch.bfloat16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("value", ["float64", None, ["model"]], ids=str)
+def test_a_dtype_of_operators_that_is_none(value: Any, adapter: Path, tiny_model: Build) -> None:
+    edit(adapter, operator_dtype=value)
+    with pytest.raises(UserError, match=r"adapter.json: operator_dtype .*; must be one of \('model', 'float32'\)"):
         load_patched(tiny_model(), adapter)
 
 

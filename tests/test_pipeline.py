@@ -275,6 +275,11 @@ EDITS = {
             "report",
         },
     ),
+    "dtype of operators": Edit(
+        params={"patch__operator_dtype": "float32", "grid__tasks": []},
+        runs={"grid", "patch@tiny-streamline-2-ghost", "eval_ppl@tiny-streamline-2-ghost", "report"},
+        gone=("quiz",),
+    ),
     # What they compute stays the same, so nothing after them runs.
     "an operator's code": Edit(file="stages/operators/ghost.py", runs={"solve@tiny-streamline-2-ghost"}),
     "a stage's code": Edit(file="stages/similarity.py", runs={"score@tiny"}),

@@ -43,6 +43,7 @@ class World:
         self.rows = [Row(model) for model in models]
         self.rows += [Row(m, c, k, o) for m in models for k in n for c in criteria for o in operators]
         self.nll, self.tokens, self.correct, self.correct_norm, self.columns = {}, {}, {}, {}, {}
+        self.operator_dtype = "model"
         self.removed = {(m, c, k): self.layers_of(c, k) for m in models for c in criteria for k in n}
         for row in self.rows:
             random = np.random.default_rng(zlib.crc32(row.key.encode()))
@@ -78,6 +79,7 @@ class World:
             "select": {name: {"protect_first": 1, "protect_last": 1} for name in ("streamline", "shortgpt")},
             "collect": {"boundary": "run"},
             "solve": {name: {"ridge": 1e-6} if name == "ghost" else {} for name in self.grid["operators"]},
+            "patch": {"operator_dtype": "model"},
             "eval_acc": {"limit": 40, "batch_size": 4},
         }
         Path("params.yaml").write_text(yaml.safe_dump(content))
@@ -119,6 +121,7 @@ class World:
         made |= dict.fromkeys(how) if row.dense else how
         if not row.dense:
             write_table(Path(f"data/solve/{row.key}.parquet"), self.solved(row, made), schemas.SOLVE)
+        made["operator_dtype"] = None if row.operator == "none" else self.operator_dtype
         parts = [self.windows(row, corpus, made) for corpus in self.corpora]
         empty = [pd.DataFrame(columns=schemas.EVAL_PPL.names)]
         frame = pd.concat(parts or empty)
@@ -368,6 +371,32 @@ def test_settings_are_stated():
     assert (task["task"], task["asked"], task["of"], task["version"]) == ("piqa", "40", "1,838", "1.0")
     assert "Only the first questions were asked (eval_acc.limit), not all: 40 of piqa, 40 of boolq" in document
     assert "lm-eval 0.4.13, torch 2.13.0" in document
+
+
+@pytest.mark.parametrize(
+    ("operator_dtype", "said"),
+    [
+        ("model", "Operators are kept and applied in the model's dtype, float32."),
+        (
+            "float32",
+            "Operators are kept and applied in float32, the states upcast for them and rounded back to the model's "
+            "dtype, float32.",
+        ),
+    ],
+)
+@pytest.mark.parametrize("empty", [{}, {"tasks": []}, {"corpora": []}], ids=str)
+def test_the_operators_dtype_is_stated(operator_dtype, said, empty):
+    world = World(**empty)
+    world.operator_dtype = operator_dtype
+    world.write()
+    report.main()
+    assert said in text()
+
+
+def test_nothing_is_said_of_the_dtype_of_operators_where_there_are_none():
+    World(operators=["none"]).write()
+    report.main()
+    assert "Operators are kept" not in text()
 
 
 def test_the_order_of_the_rows_in_a_file_does_not_matter():
@@ -628,7 +657,10 @@ def test_questions_that_differ_between_rows(column, value):
         report.main()
 
 
-@pytest.mark.parametrize(("column", "value"), [("dtype", "bfloat16"), ("calibration", "web:4x16:seed1:ffffffff")])
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("dtype", "bfloat16"), ("calibration", "web:4x16:seed1:ffffffff"), ("operator_dtype", "float32")],
+)
 def test_another_dtype_or_calibration(column, value):
     world = World()
     world.columns["pico-streamline-2-ghost", "piqa"] = {column: value}

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import safetensors.torch
 import torch
@@ -138,6 +139,31 @@ def test_a_device_map_changes_no_artifact(project, monkeypatch):
                 project.stage(stage, *arguments(Row("tiny", criterion, 2, operator)))
     assert places == [{"cpu", "meta"}] * 12
     assert project.digests(*folders) == before
+
+
+def test_the_operators_dtype_is_in_the_adapter_and_in_the_tables(project):
+    def evaluate(row: Row) -> tuple[Any, pd.DataFrame]:
+        for stage in ("patch", "eval_ppl"):
+            project.stage(stage, *arguments(row))
+        adapter = json.loads((project.folder / f"data/patch/{row.key}/adapter.json").read_text())
+        return adapter["operator_dtype"], table(project, Path(f"data/eval_ppl/{row.key}.parquet"))
+
+    none, found = Row("tiny", "streamline", 2, "none"), {}
+    half = {"path": str(CHECKPOINT), "dtype": "bfloat16"}
+    for operator_dtype in ("model", "float32"):
+        project.set(models={"tiny": half}, grid__operators=["none", "ghost"], patch__operator_dtype=operator_dtype)
+        said, found[operator_dtype] = evaluate(GHOST)
+        assert said == operator_dtype
+        assert (found[operator_dtype]["operator_dtype"] == operator_dtype).all()
+        assert (found[operator_dtype]["dtype"] == "bfloat16").all()
+        said, pruned = evaluate(none)
+        assert said is None
+        assert pruned["operator_dtype"].isna().all()
+    assert table(project, Path("data/eval_ppl/tiny-dense.parquet"))["operator_dtype"].isna().all()
+    for column in ("parameters", "operator_parameters", "tokens"):
+        assert (found["model"][column] == found["float32"][column]).all()
+    assert (found["model"]["operator_parameters"] == 16 * 16).all()
+    assert (found["model"]["nll"] != found["float32"]["nll"]).any()
 
 
 @pytest.fixture

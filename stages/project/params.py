@@ -132,6 +132,15 @@ class Collect(Section):
     boundary: Literal["run", "layer"]
 
 
+OperatorDtype = Literal["model", "float32"]
+
+
+class Patch(Section):
+    """The recovered model: whether its operators are kept and applied in the model's dtype or in float32."""
+
+    operator_dtype: OperatorDtype
+
+
 class EvalAcc(Section):
     """Settings of lm-evaluation-harness."""
 
@@ -150,6 +159,7 @@ class Params(Section):
     select: dict[str, dict[str, Any]]
     collect: Collect
     solve: dict[str, dict[str, Any]]
+    patch: Patch
     eval_acc: EvalAcc
 
     def rows(self) -> list[Row]:

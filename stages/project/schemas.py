@@ -55,6 +55,13 @@ BOUNDARY = Column(
     nullable=True,
 )
 OPTIONS = Column("options", pa.string(), "the operator's options as JSON; null for the dense row", nullable=True)
+OPERATOR_DTYPE = Column(
+    "operator_dtype",
+    pa.string(),
+    "dtype that the boundary operators are kept and applied in: `model`, the one in `dtype`; `float32`; null for the "
+    "dense row and for rows without operators",
+    nullable=True,
+)
 SEQLEN = Column("seqlen", pa.int64(), "tokens in one sequence or window")
 CORPUS = Column("corpus", pa.string(), "the corpus' name in params.yaml")
 SOURCE = Column("source", pa.string(), "where text or questions come from: file or data set, config, split, part")
@@ -134,6 +141,7 @@ EVAL_PPL = Schema(
         CALIBRATION,
         BOUNDARY,
         OPTIONS,
+        OPERATOR_DTYPE,
         CORPUS,
         SOURCE,
         BOS,
@@ -153,6 +161,7 @@ EVAL_ACC = Schema(
         CALIBRATION,
         BOUNDARY,
         OPTIONS,
+        OPERATOR_DTYPE,
         Column("task", pa.string(), "lm-evaluation-harness task"),
         Column("version", pa.string(), "the task's version"),
         SOURCE,

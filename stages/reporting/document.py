@@ -202,11 +202,26 @@ def _settings(results: Results, model: str) -> Iterable[str]:
             f"of {score['corpus']} ({score['source']}), {seed}, BOS {score['bos']}, {score['dtype']}; "
             f"`{score['calibration']}`."
         )
+    yield from _operator_dtype(results, model)
     if results.corpora:
         yield _perplexity_settings(results.windows[dense])
     if results.tasks:
         yield _accuracy_settings(results.questions[dense])
         yield from _limits(results, model)
+
+
+def _operator_dtype(results: Results, model: str) -> Iterable[str]:
+    """Say in which dtype the operators are kept and applied, where there are any; the rows of a model share it."""
+    rows = [row for row in results.rows if row.model == model]
+    frames = [
+        frame for of in (results.windows, results.questions) for row in rows for frame in of.get(row, {}).values()
+    ]
+    applied = next((frame.iloc[0] for frame in frames if frame["operator_dtype"].notna().any()), None)
+    if applied is not None:
+        dtype = applied["dtype"]
+        in_model = f"the model's dtype, {dtype}"
+        in_float32 = f"float32, the states upcast for them and rounded back to the model's dtype, {dtype}"
+        yield f"Operators are kept and applied in {in_model if applied['operator_dtype'] == 'model' else in_float32}."
 
 
 def _perplexity_settings(windows: dict[str, pd.DataFrame]) -> str:

@@ -104,6 +104,7 @@ def _read_model(results: Results, model: str, criteria: Sequence[str]) -> None:
             calibrated += [*tables, (path, results.operators[row])]
     _require_same("calibration", calibrated)
     _require_same("dtype", calibrated + evaluated)
+    _require_same("operator_dtype", [(path, frame.dropna(subset="operator_dtype")) for path, frame in evaluated])
     for corpus in results.corpora:
         parts = [(path, frame[frame["corpus"] == corpus]) for path, frame in evaluated if "corpus" in frame]
         _require_comparable(parts, SAME_WINDOWS)
