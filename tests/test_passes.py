@@ -17,11 +17,13 @@ from stages.boundaries import Segment
 from stages.collect import collect
 from stages.eval_ppl import window_nll
 from stages.hadamard import hadamard
+from stages.operators import ghost
 from stages.project.errors import UserError
 from stages.score import pairwise_similarity
 from stages.sums import boundary_sums, to_tensors
 
 Build = Callable[..., PreTrainedModel]
+Array = np.ndarray[Any, np.dtype[np.float64]]
 SEGMENTS = [Segment(0, 2), Segment(3, 4)]
 
 
@@ -109,14 +111,64 @@ def test_ids_as_parquet_gives_them(tiny_model: Build, token_ids: Tensor) -> None
     assert window_nll(tiny_model(), arrays, 24, "x") == window_nll(tiny_model(), token_ids.tolist(), 24, "x")
 
 
-def test_half_precision_states_are_summed_in_float64(tiny_model: Build, token_ids: Tensor) -> None:
-    model = tiny_model().to(torch.bfloat16)
-    with torch.no_grad(), residual_states(model, [0, 2]) as states:
-        decoder_stack(model)(input_ids=token_ids)
-    rows = states[0].flatten(0, 1).double()
-    found = collect(model, token_ids.tolist(), SEGMENTS, tokens=1000)[Segment(0, 2)]
-    assert found.gram.dtype == torch.float64
-    assert torch.allclose(found.gram, rows.T @ rows, rtol=1e-12)
+HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+def exact_states(model: PreTrainedModel, ids: Tensor) -> dict[int, Array]:
+    """Every residual state of one forward pass, [sequences, tokens, C], its values as they are, in float64."""
+    with torch.no_grad(), residual_states(model, range(LAYERS + 1)) as states:
+        decoder_stack(model)(input_ids=ids)
+    assert {state.dtype for state in states.values()} == {model.dtype}
+    return {index: state.float().numpy().astype(np.float64) for index, state in states.items()}
+
+
+@HALF
+def test_half_precision_states_are_upcast_before_their_similarity(
+    dtype: torch.dtype, tiny_model: Build, token_ids: Tensor
+) -> None:
+    model = tiny_model().to(dtype)
+    states = exact_states(model, token_ids)
+    frame = pairwise_similarity(model, token_ids.tolist(), tokens=1000)
+    unit = {index: state / np.linalg.norm(state, axis=-1, keepdims=True) for index, state in states.items()}
+    rounded = {index: torch.from_numpy(state).to(dtype) for index, state in states.items()}
+    without = []
+    for row in frame.itertuples():
+        cosine = (unit[row.start] * unit[row.end]).sum(axis=-1).clip(-1, 1)
+        assert row.cosine == pytest.approx(cosine.mean(), abs=1e-13)
+        assert row.angular == pytest.approx((np.arccos(cosine) / np.pi).mean(), abs=1e-9)
+        in_dtype = torch.nn.functional.cosine_similarity(rounded[row.start], rounded[row.end], dim=-1).mean().item()
+        without.append(abs(in_dtype - row.cosine))
+    assert max(without) > 1e-4, "the test does not tell an upcast from none"
+
+
+@HALF
+def test_half_precision_states_are_upcast_before_their_sums(
+    dtype: torch.dtype, tiny_model: Build, token_ids: Tensor
+) -> None:
+    model = tiny_model().to(dtype)
+    states = exact_states(model, token_ids)
+    found = collect(model, token_ids.tolist(), SEGMENTS, tokens=1000)
+    H = hadamard(CHANNELS).numpy()
+    for segment in SEGMENTS:
+        pre, post = states[segment.start], states[segment.end]
+        x, y = pre.reshape(-1, CHANNELS), post.reshape(-1, CHANNELS)
+        expected = {
+            "gram": x.T @ x,
+            "cross": x.T @ y,
+            "post_square": (y**2).sum(),
+            "pre_sum": x.sum(axis=0),
+            "post_sum": y.sum(axis=0),
+            "ratio": (abs(post).mean(axis=1) / abs(pre).mean(axis=1)).sum(axis=0),
+            "ratio_rotated": (abs(post @ H).mean(axis=1) / abs(pre @ H).mean(axis=1)).sum(axis=0),
+        }
+        for name, value in expected.items():
+            tensor = getattr(found[segment], name)
+            assert tensor.dtype == torch.float64
+            # Sums in float32 would be off by 1e-7.
+            assert np.abs(tensor.numpy() - value).max() < 1e-13 * np.abs(value).max(), name
+        solved = ghost.solve(found[segment], ridge=1e-6)
+        change = np.linalg.solve(expected["gram"] + 1e-6 * np.eye(CHANNELS), expected["cross"] - expected["gram"])
+        assert solved.numpy() == pytest.approx(np.eye(CHANNELS) + change, abs=1e-10)
 
 
 def test_nll_is_the_models_own_loss(tiny_model: Build, token_ids: Tensor) -> None:
