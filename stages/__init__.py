@@ -3,6 +3,12 @@
 import gc
 import os
 import sys
+from pathlib import Path
+
+# Downloads stay in the project's folder, unless the user says where theirs are. Read when the libraries are imported.
+if not {"HF_HOME", "XDG_CACHE_HOME"} & set(os.environ):
+    for name, folder in (("HF_HUB_CACHE", "hub"), ("HF_DATASETS_CACHE", "datasets"), ("HF_MODULES_CACHE", "modules")):
+        os.environ.setdefault(name, str(Path(f"data/.cache/huggingface/{folder}").absolute()))
 
 # Progress bars, ours and the libraries', are for somebody who watches. tqdm reads this once, when it is imported.
 if not sys.stderr.isatty():

@@ -1,24 +1,25 @@
 """Stage `eval_acc`: the model's answers to one task of lm-evaluation-harness, without solved examples.
 
 Reads the row's model and ``data/task/<task>/``. Writes ``data/eval_acc/<key>-<task>.parquet``, one row per question.
+Killed and started again, it goes on where it was.
 """
 
 import logging
-import math
-import os
-import sys
+import shutil
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from stages.answers import answers_folder, resumable
+from stages.harness import prepared
 from stages.project import params
-from stages.project.artifacts import read_json, write_table
+from stages.project.artifacts import read_json, sha256, write_table
 from stages.project.errors import UserError, run
-from stages.project.keys import parse_row
-from stages.project.paths import DATA, accuracy_file, task_folder
+from stages.project.keys import Row, parse_row
+from stages.project.paths import accuracy_file, model_folder, patch_folder
 from stages.project.schemas import EVAL_ACC
-from stages.task import ORIGIN
 
 SHOTS = 0
 
@@ -28,90 +29,65 @@ def main() -> None:
     row, given = parse_row(__doc__, "task")
     settings = params.load()
     params.check_name("params.yaml: models", row.model, settings.models)
-    # Read when `datasets` is imported, which is later.
-    os.environ.setdefault("HF_DATASETS_CACHE", str((DATA / ".cache/datasets").absolute()))
-    task = load_task(given.task)
+    tasks, origin = prepared(given.task)
     # Imported only now: a wrong task is found before seconds of imports and a model in memory.
-    from stages.base.checkpoint import load_tokenizer
+    from stages.base.checkpoint import SOURCE, load_tokenizer
     from stages.patched import load_row
 
     source = settings.models[row.model]
     model, made_with = load_row(row, settings)
     tokenizer = load_tokenizer(row.model, source.trust_remote_code)
     wanted = settings.eval_acc
-    frame = answers(task, model, tokenizer, wanted.limit, wanted.batch_size).assign(
+    identity = {
+        "model": read_json(model_folder(row.model) / SOURCE),
+        "adapter": adapter_hashes(row),
+        "dtype": source.dtype,
+        "bos_token": tokenizer.bos_token,
+    }
+    folder = answers_folder(identity)
+    frame = answers(tasks, model, tokenizer, wanted.limit, wanted.batch_size, folder).assign(
         **row.columns(),
         dtype=source.dtype,
         **made_with,
         task=given.task,
-        version=str(task.VERSION),
-        source=origin(task),
+        version=origin["version"],
         limit=wanted.limit,
-        available=len(task.eval_docs),
+        available=sum(len(task.eval_docs) for task in tasks.values()),
         num_fewshot=SHOTS,
         batch_size=wanted.batch_size,
     )
-    write_table(accuracy_file(row, given.task), frame, EVAL_ACC)
+    write_table(accuracy_file(row, given.task), frame.assign(source=frame["member"].map(sources(origin))), EVAL_ACC)
+    shutil.rmtree(folder)
 
 
-def load_task(name: str) -> Any:
-    """The task (``lm_eval.api.task.Task``) with its questions, as the stage `task` prepared it.
-
-    Raises UserError when it is of an unsupported kind, or its questions cannot be loaded.
-    """
-    from datasets.exceptions import DatasetsError
-    from lm_eval.tasks import TaskManager
-
-    where = f"params.yaml: grid.tasks: {name!r}"
-    folder = task_folder(name)
-    official = read_json(folder / ORIGIN)["official"]
-    manager = TaskManager() if official else TaskManager(include_path=folder, include_defaults=False)
-    if name not in manager.all_subtasks:
-        raise UserError(f"{where}: {folder} holds no definition of it; delete it and run `dvc repro`")
-    config = manager.task_index[name].cfg or {}
-    check_config(config, where)
-    try:
-        task = manager.load(name)["tasks"][name]
-    except (OSError, ValueError, KeyError, DatasetsError) as error:
-        hint = f"; stages/tasks/{name}.yaml could have it read a local folder" if official else ""
-        raise UserError(f"{where}: data set {config['dataset_path']} cannot be loaded: {error}{hint}") from error
-    if task.multiple_target:
-        raise UserError(f"{where}: its questions have several right answers each; one is supported")
-    return task
+def adapter_hashes(row: Row) -> dict[str, str]:
+    """SHA-256 of the files of a row's adapter, by name; empty for the dense row."""
+    files = [] if row.dense else sorted(patch_folder(row).iterdir())
+    return {file.name: sha256(file) for file in files}
 
 
-def check_config(config: dict[str, Any], where: str) -> None:
-    """Raise UserError unless a task's definition is multiple choice with the harness' own `acc`."""
-    kind = config.get("output_type")
-    if kind != "multiple_choice":
-        raise UserError(f"{where}: output type {kind}; only multiple_choice is supported")
-    if config.get("process_results") is not None:
-        raise UserError(f"{where}: scores its answers with code of its own; only the harness' `acc` is supported")
-    metrics = config.get("metric_list")
-    if metrics is not None and "acc" not in [metric["metric"] for metric in metrics]:
-        raise UserError(f"{where}: has no metric `acc`, only {', '.join(metric['metric'] for metric in metrics)}")
+def sources(origin: dict[str, Any]) -> dict[str, str]:
+    """Where the questions of each member come from: data set, config, split."""
+    found = origin["members"].items()
+    return {name: f"{m['data_set']} {m['config'] or 'default'} {m['split']}" for name, m in found}
 
 
-def origin(task: Any) -> str:
-    """Where a task's questions come from: data set, config, split."""
-    config = task.config
-    known = read_json(task_folder(task.task_name) / ORIGIN)
-    name = config.dataset_path if known["official"] else known["data_set"]
-    return f"{name} {config.dataset_name or 'default'} {config.test_split or config.validation_split}"
+def answers(
+    tasks: dict[str, Any], model: Any, tokenizer: Any, limit: int | None, batch_size: int, folder: Path
+) -> pd.DataFrame:
+    """Ask the first `limit` questions of each task, or all; `batch_size` choices are forwarded together.
 
-
-def answers(task: Any, model: Any, tokenizer: Any, limit: int | None, batch_size: int) -> pd.DataFrame:
-    """Ask the first `limit` questions of a task, or all; `batch_size` choices are forwarded together.
-
-    Columns question, answer, loglikelihoods (nats, of every choice), correct, correct_norm (None without `acc_norm`).
-    Raises UserError naming the question when a log-likelihood is not finite or no choice is the right one.
+    Columns member, question, answer, loglikelihoods (nats, of every choice), correct, correct_norm (None without
+    `acc_norm`). Answers already in `folder` are not asked again. Raises UserError naming the question when a
+    log-likelihood is not finite, or no choice is the right one.
     """
     from lm_eval.evaluator import evaluate
     from lm_eval.models.huggingface import HFLM
 
     from stages.base.decoder import input_device
 
-    task.set_config("num_fewshot", SHOTS)
+    for task in tasks.values():
+        task.set_config("num_fewshot", SHOTS)
     # HFLM warns that it takes the model as it is, which is what we want.
     logger = logging.getLogger("lm_eval.models.huggingface")
     level = logger.level
@@ -121,14 +97,14 @@ def answers(task: Any, model: Any, tokenizer: Any, limit: int | None, batch_size
     logger.setLevel(level)
     # It takes the device of the first parameter, which a device map may keep on disk.
     wrapped._device = input_device(model)
-    wrapped.loglikelihood = partial(wrapped.loglikelihood, disable_tqdm=not sys.stderr.isatty())
-    name = task.task_name
-    results = evaluate(wrapped, {"tasks": {name: task}}, limit=limit, bootstrap_iters=0)
-    return pd.DataFrame([_answer(task, sample) for sample in results["samples"][name]])
+    ask = partial(wrapped.loglikelihood, disable_tqdm=True)
+    wrapped.loglikelihood = partial(resumable, ask, batch_size=batch_size, folder=folder)
+    samples = evaluate(wrapped, {"tasks": tasks}, limit=limit, bootstrap_iters=0)["samples"]
+    return pd.DataFrame([_answer(task, name, sample) for name, task in tasks.items() for sample in samples[name]])
 
 
-def _answer(task: Any, sample: dict[str, Any]) -> dict[str, Any]:
-    where = f"task {task.task_name}, question {sample['doc_id']}"
+def _answer(task: Any, name: str, sample: dict[str, Any]) -> dict[str, Any]:
+    where = f"task {name}, question {sample['doc_id']}"
     choices = task.doc_to_choice(sample["doc"])
     right = task.doc_to_text(sample["doc"]) if task.multiple_input else sample["target"]
     if isinstance(right, str):
@@ -139,9 +115,8 @@ def _answer(task: Any, sample: dict[str, Any]) -> dict[str, Any]:
         )
     # Behind the choices' own come those without the question, of a task that also has acc_mutual_info.
     loglikelihoods = [float(value) for value, _ in sample["filtered_resps"][: len(choices)]]
-    if not all(map(math.isfinite, loglikelihoods)):
-        raise UserError(f"{where}: log-likelihoods {loglikelihoods} are not finite; the model is broken in this dtype")
     return {
+        "member": name,
         "question": sample["doc_id"],
         "answer": right,
         "loglikelihoods": loglikelihoods,

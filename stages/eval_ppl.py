@@ -38,7 +38,7 @@ def main() -> None:
     frames = []
     for corpus, text in corpora.items():
         nll = window_nll(model, text["input_ids"].tolist(), batch_tokens(), corpus)
-        frame = text[["corpus", "source", "bos", "seqlen"]].assign(
+        frame = text[["corpus", "source", "bos", "cut", "seqlen", "seed"]].assign(
             window=text["sequence"], tokens=text["input_ids"].map(len) - 1, nll=nll
         )
         frames.append(frame)

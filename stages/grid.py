@@ -13,7 +13,6 @@ import pandas as pd
 from stages.project import params
 from stages.project.artifacts import write_table
 from stages.project.errors import run
-from stages.project.params import Params
 from stages.project.paths import (
     DATA,
     GRID,
@@ -25,6 +24,7 @@ from stages.project.paths import (
     solve_file,
 )
 from stages.project.schemas import GRID as SCHEMA
+from stages.project.sections import Params
 
 REPORTED = ("score", "select", "solve", "eval_ppl", "eval_acc")
 """Folders of `data` that the report depends on as a whole."""

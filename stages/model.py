@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from stages.base.checkpoint import SOURCE, check_weights, from_pretrained
 from stages.base.decoder import check_architecture
@@ -32,7 +32,15 @@ def main() -> None:
         source = {"kind": "path", "location": model.path, "files": fingerprints(Path(model.path), f"{where}.path")}
         write_source(row.model, source)
     else:
+        assert model.id is not None
+        check_hub_model(model.id, model.revision, model.trust_remote_code, where)
         write_source(row.model, {"kind": "id", "location": model.id, "revision": model.revision})
+
+
+def check_hub_model(name: str, revision: str | None, trust_remote_code: bool, where: str) -> None:
+    """Raise UserError unless a model of the Hub can be had at its commit, and is of a supported architecture."""
+    config = from_pretrained(AutoConfig, name, name, revision=revision, trust_remote_code=trust_remote_code)
+    check_architecture(config, where)
 
 
 def write_source(name: str, source: dict[str, Any]) -> None:

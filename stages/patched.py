@@ -19,8 +19,8 @@ from stages.boundaries import Segment, runs
 from stages.project.artifacts import read_json, write_json
 from stages.project.errors import UserError
 from stages.project.keys import Row
-from stages.project.params import OperatorDtype, Params
 from stages.project.paths import patch_folder
+from stages.project.sections import OperatorDtype, Params
 from stages.tensors import read_tensors, write_tensors
 
 FORMAT = 2

@@ -1,6 +1,6 @@
 """Stage `score`: the similarity of every pair of residual states, from one pass over the calibration sequences.
 
-Reads ``data/text/<model>/calibration.parquet`` and the model. Forwards each sequence once, through the decoder stack
+Reads ``data/text/<model>/selection.parquet`` and the model. Forwards each sequence once, through the decoder stack
 only. Writes ``data/score/<model>.parquet``.
 """
 
@@ -19,7 +19,7 @@ from stages.project import params
 from stages.project.artifacts import read_table, write_table
 from stages.project.errors import run
 from stages.project.keys import parse_row
-from stages.project.paths import calibration_file, score_file
+from stages.project.paths import score_file, selection_file
 from stages.project.schemas import CALIBRATION_TEXT, SCORE
 from stages.protection import removable
 from stages.similarity import similarity_sums
@@ -35,10 +35,10 @@ def main() -> None:
     for criterion in settings.grid.criteria:
         for n in settings.grid.n:
             removable(layers, n, criterion, settings.select[criterion])
-    calibration = read_table(calibration_file(row.model), CALIBRATION_TEXT)
+    calibration = read_table(selection_file(row.model), CALIBRATION_TEXT)
     model = load_model(row.model, source.dtype, source.trust_remote_code)
     frame = pairwise_similarity(model, calibration["input_ids"].tolist(), batch_tokens())
-    shared = ["model", "corpus", "source", "bos", "seqlen", "seed", "calibration"]
+    shared = ["model", "corpus", "source", "bos", "cut", "seqlen", "seed", "calibration"]
     columns = {name: calibration[name].iloc[0] for name in shared}
     write_table(score_file(row.model), frame.assign(dtype=source.dtype, sequences=len(calibration), **columns), SCORE)
 

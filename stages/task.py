@@ -1,27 +1,37 @@
-"""Stage `task`: the definition and the questions of one task, so that `eval_acc` depends on its own task alone.
+"""Stage `task`: the questions of one task, or group of tasks, of lm-evaluation-harness.
 
-Reads ``stages/tasks/<task>.yaml``, a task file of lm-evaluation-harness that asks the official question of a local
-data set, and that data set. Writes ``data/task/<task>/``: the file and a copy of the questions that it reads. A task
-without a file here is the harness' own, whose definition and data set are not ours to copy: the folder then only says
-so.
+A task is the harness' own, its definition unchanged, or the file that ``params.yaml: tasks`` names. Its data sets come
+from the Hub, from the mirror (:mod:`stages.hub`), or, for a file, from a local folder. Writes ``data/task/<task>/``:
+the evaluated questions, laid out so that the same definition finds them there, and ``origin.json``. `eval_acc` depends
+on that alone: one more task touches no other, and no later stage needs the Hub.
 """
 
 import difflib
+import os
 import shutil
 from argparse import ArgumentParser
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from stages import hub
+from stages.harness import (
+    DEFINITION,
+    ORIGIN,
+    QUESTIONS,
+    LoadedDataSet,
+    build,
+    check_supported,
+    data_sets_from,
+    evaluated_split,
+    harness_folder,
+)
 from stages.project import params
 from stages.project.artifacts import write_json, writing
 from stages.project.errors import UserError, run
 from stages.project.paths import task_folder
-
-OURS = Path(__file__).with_name("tasks")
-ORIGIN = "origin.json"
-"""In ``data/task/<task>``: whether the definition is the harness' own, else the data set's id."""
-QUESTIONS = "questions"
 
 
 def main() -> None:
@@ -29,54 +39,151 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--task", required=True)
     name = parser.parse_args().task
-    params.load()
-    file = OURS / f"{name}.yaml"
-    if file.exists():
-        write_own(file, task_folder(name))
-    else:
-        check_official(name)
-        with writing(task_folder(name)) as folder:
-            folder.mkdir()
-            write_json(folder / ORIGIN, {"official": True})
-
-
-def write_own(file: Path, target: Path) -> None:
-    """Write a task file of ours, reading the copy of its questions beside it.
-
-    Raises UserError when it is not a task file, or when its data set is not there.
-    """
-    where = f"params.yaml: grid.tasks: {file.stem!r}"
-    try:
-        definition = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{where}: {file.name} is not valid YAML: {error}") from error
-    if not isinstance(definition, dict) or definition.get("task") != file.stem or "dataset_path" not in definition:
-        raise UserError(f"{where}: stages/tasks/{file.name} must define `task: {file.stem}` and a `dataset_path`")
-    source = Path(definition["dataset_path"])
-    if not source.is_dir():
-        raise UserError(f"{where}: its questions, {source}, are not there; name the data set under `assets`")
-    with writing(target) as folder:
+    settings = params.load()
+    with writing(task_folder(name)) as folder:
         folder.mkdir()
-        shutil.copytree(source, folder / QUESTIONS)
-        changed = {**definition, "dataset_path": str(target / QUESTIONS)}
-        (folder / file.name).write_text(yaml.safe_dump(changed, sort_keys=False), encoding="utf-8")
-        write_json(folder / ORIGIN, {"official": False, "data_set": "/".join(source.parts[-2:])})
+        if name in settings.tasks:
+            where = f"params.yaml: tasks.{name}"
+            copy_definition(Path(settings.tasks[name].file), name, folder / DEFINITION, where)
+            write_questions(name, folder / DEFINITION, None, folder, where)
+        else:
+            where = f"params.yaml: grid.tasks: {name!r}"
+            definitions = find_official(name, sorted(settings.tasks), where)
+            write_questions(name, harness_folder() / definitions, definitions, folder, where)
 
 
-def check_official(name: str) -> None:
-    """Raise UserError unless lm-evaluation-harness has a task of this name."""
+def copy_definition(file: Path, name: str, folder: Path, where: str) -> None:
+    """Copy a task file, and the files beside it that it includes or takes functions from.
+
+    Raises UserError when the file is missing, cannot be read, or defines another task.
+    """
+    if not file.is_file():
+        raise UserError(f"{where}.file = {file}: no such file")
+    folder.mkdir()
+    open_files, definition = [file], None
+    while open_files:
+        current = open_files.pop()
+        content, needed = read_definition(current, where)
+        definition = definition or content
+        target = folder / current.relative_to(file.parent)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(current, target)
+        for other in needed:
+            beside = other.resolve().is_relative_to(file.parent.resolve())
+            if other.is_file() and not beside:
+                raise UserError(f"{where}: {current.name} needs {other}, which is not in {file.parent}")
+            if other.suffix == ".py" and other.is_file():
+                shutil.copyfile(other, folder / other.relative_to(file.parent))
+            elif other.suffix != ".py":
+                open_files.append(other)
+    if definition is None or definition.get("task") != name:
+        raise UserError(f"{where}: {file} must define `task: {name}`")
+
+
+def read_definition(file: Path, where: str) -> tuple[dict[str, Any], list[Path]]:
+    """The content of a task file, and the files that it includes or takes functions from, wherever they are.
+
+    Raises UserError when it cannot be read or is no mapping.
+    """
+    functions: list[Path] = []
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    def function(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
+        name = str(loader.construct_scalar(node))
+        functions.append(file.parent / f"{name.rpartition('.')[0].replace('.', '/')}.py")
+        return name
+
+    Loader.add_constructor("!function", function)
+    try:
+        # The loader is a safe one: it makes no objects.
+        content = yaml.load(file.read_text(encoding="utf-8"), Loader)
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise UserError(f"{where}: {file} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{where}: {file} must hold a mapping, found {type(content).__name__}")
+    included = content.get("include", [])
+    return content, functions + [file.parent / name for name in ([included] if isinstance(included, str) else included)]
+
+
+def find_official(name: str, own: list[str], where: str) -> str:
+    """The folder of the harness that defines a task or group with all its members, relative to all of its tasks'.
+
+    Raises UserError when the harness has no task or group of this name.
+    """
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager()
-    ours = sorted(file.stem for file in OURS.glob("*.yaml"))
+    if name in manager.all_tags:
+        members = ", ".join(sorted(manager.task_index[name].tags))
+        raise UserError(f"{where} is a tag, a mere list of tasks; name those you want: {members}")
     if name not in manager.all_tasks:
-        near = difflib.get_close_matches(name, {*ours, *manager.all_tasks}, n=5)
+        near = ", ".join(difflib.get_close_matches(name, {*own, *manager.all_tasks}, n=5))
         raise UserError(
-            f"params.yaml: grid.tasks: {name!r} is neither in stages/tasks ({', '.join(ours)}) nor a task of "
-            f"lm-evaluation-harness; near: {', '.join(near) or 'none'}"
+            f"{where} is neither in params.yaml: tasks ({', '.join(own) or 'empty'}) nor a task of "
+            f"lm-evaluation-harness; near: {near or 'none'}"
         )
-    if name not in manager.all_subtasks:
-        raise UserError(f"params.yaml: grid.tasks: {name!r} is a group of tasks; name the tasks themselves")
+    files = [manager.task_index[member].yaml_path for member in members_of(manager, name)]
+    folder = os.path.commonpath([file.parent for file in files if file is not None])
+    return Path(folder).relative_to(harness_folder()).as_posix()
+
+
+def members_of(manager: Any, name: str) -> Iterator[str]:
+    """Every name in the harness' index that a task or group is built from: itself, its groups, tags, and tasks."""
+    entry = manager.task_index.get(name)
+    if entry is None:
+        return
+    if name in manager.all_tags:
+        yield from sorted(entry.tags)
+    elif entry.yaml_path is not None:
+        yield name
+    members = (entry.cfg or {}).get("task")
+    for member in members if isinstance(members, list) else []:
+        inner = member if isinstance(member, str) else member.get("group", member.get("task"))
+        yield from members_of(manager, inner)
+
+
+def place(data_set: str, config: str | None, where: str) -> str:
+    """Where a data set that a definition names is: a folder of that path, or in the mirror, or on the Hub."""
+    return data_set if Path(data_set).is_dir() else hub.place(data_set, config, where)
+
+
+def write_questions(name: str, definitions: Path, official: str | None, folder: Path, where: str) -> None:
+    """Load the data sets of the task or group `name`, defined in `definitions`, and write the questions into `folder`.
+
+    `official` is the definitions' folder in the harness, or None. Raises UserError when the task is of a kind that is
+    not supported, or a data set cannot be loaded.
+    """
+    with data_sets_from(place, where) as data_sets:
+        tasks, version = build(name, definitions, where)
+    check_supported(tasks, where)
+    members = {}
+    for member, task in tasks.items():
+        key = (task.DATASET_PATH, task.DATASET_NAME)
+        if key not in data_sets:
+            raise UserError(f"{where}: {member} does not load its data set by name and config; that is not supported")
+        split = evaluated_split(task)
+        data_sets[key].evaluated.add(split)
+        members[member] = {"data_set": key[0], "config": key[1], "split": split, "version": str(task.VERSION)}
+    for (data_set, config), loaded in data_sets.items():
+        write_data_set(folder / QUESTIONS, data_set, config, loaded)
+    write_json(folder / ORIGIN, {"official": official, "version": version, "members": members})
+
+
+def write_data_set(folder: Path, data_set: str, config: str | None, loaded: LoadedDataSet) -> None:
+    """Write the evaluated splits of a data set below `folder`, as the Hub would hold them."""
+    home = folder / data_set
+    configs = home / (config or "default")
+    configs.mkdir(parents=True)
+    files = []
+    for split in sorted(loaded.evaluated):
+        loaded.splits[split].to_parquet(configs / f"{split}.parquet")
+        files.append({"split": split, "path": f"{configs.name}/{split}.parquet"})
+    readme = home / "README.md"
+    known = yaml.safe_load(readme.read_text(encoding="utf-8").strip("-\n"))["configs"] if readme.exists() else []
+    known.append({"config_name": configs.name, "data_files": files})
+    readme.write_text(f"---\n{yaml.safe_dump({'configs': known}, sort_keys=False)}---\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,24 +1,25 @@
 """Stage `text`: token ids of the calibration sequences and of every perplexity corpus.
 
 Reads the corpora named in ``params.yaml`` and the model's tokenizer. Writes ``data/text/<model>/``:
-``calibration.parquet``, one ``<corpus>.parquet`` each, and ``perplexity.json``, the SHA-256 of every corpus file:
-`eval_ppl` depends on that alone, so that another calibration text evaluates nothing anew.
+``calibration.parquet``, what the operators are solved from, and ``selection.parquet``, what the layers are selected
+from; one ``<corpus>.parquet`` each; and ``perplexity.json``, the SHA-256 of every corpus file: `eval_ppl` depends on
+that alone, so that another calibration text evaluates nothing anew.
 """
 
 import hashlib
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from stages.base.checkpoint import load_tokenizer
-from stages.corpora import choose_windows, documents, token_windows
+from stages.corpora import Cutter, Document, Window, documents
 from stages.project import params
 from stages.project.artifacts import sha256, write_json, write_table, writing
-from stages.project.errors import run
+from stages.project.errors import UserError, run
 from stages.project.keys import parse_row
-from stages.project.paths import calibration_file, corpora_index, corpus_file
+from stages.project.paths import calibration_file, corpora_index, corpus_file, selection_file
 from stages.project.schemas import CALIBRATION_TEXT, CORPUS_TEXT
+from stages.project.sections import CalibrationText, PerplexityText
 
 
 def main() -> None:
@@ -33,43 +34,60 @@ def main() -> None:
     with writing(calibration_file(row.model).parent) as folder:
         folder.mkdir()
 
-        def identity(corpus: str) -> dict[str, str]:
-            source = settings.corpora[corpus].source
-            return {"model": row.model, "bos": text.bos, "corpus": corpus, "source": source}
+        def identity(name: str) -> dict[str, str]:
+            corpus = settings.corpora[name]
+            return {"model": row.model, "bos": text.bos, "corpus": name, "source": corpus.source, "cut": corpus.cut}
 
         name = text.calibration.corpus
-        calibration = calibration_frame(tokenizer, texts[name], text).assign(**identity(name))
-        write_table(folder / calibration_file(row.model).name, calibration, CALIBRATION_TEXT)
+        cutter = Cutter(tokenizer, text.calibration.seqlen, text.bos)
+        chosen = calibration_windows(cutter, texts[name], settings.corpora[name].cut, text.calibration)
+        for file, sequences in (
+            (calibration_file(row.model), text.calibration.sequences),
+            (selection_file(row.model), text.calibration.selection_sequences),
+        ):
+            frame = calibration_frame(chosen[:sequences], text.calibration).assign(**identity(name))
+            write_table(folder / file.name, frame, CALIBRATION_TEXT)
         manifest = {}
+        cutter = Cutter(tokenizer, text.perplexity.seqlen, text.bos)
         for name in text.perplexity.corpora:
             file = folder / corpus_file(row.model, name).name
-            windows = corpus_frame(tokenizer, texts[name], text, name).assign(**identity(name))
-            write_table(file, windows, CORPUS_TEXT)
+            windows = corpus_frame(cutter, texts[name], settings.corpora[name].cut, text.perplexity, name)
+            write_table(file, windows.assign(**identity(name)), CORPUS_TEXT)
             manifest[name] = {"sha256": sha256(file)}
         write_json(folder / corpora_index(row.model).name, {"corpora": manifest})
 
 
-def calibration_frame(tokenizer: Any, texts: list[str], text: params.Text) -> pd.DataFrame:
-    """The calibration sequences: columns sequence, input_ids, seqlen, seed, calibration."""
-    wanted = text.calibration
+def calibration_windows(cutter: Cutter, texts: list[Document], cut: str, wanted: CalibrationText) -> list[Window]:
+    """The calibration sequences, as many as the larger of operator and selection needs; both take the first ones.
+
+    Raises UserError when the corpus has too few.
+    """
+    count = max(wanted.sequences, wanted.selection_sequences)
     where = f"corpus {wanted.corpus} (text.calibration)"
-    windows = token_windows(tokenizer, texts, wanted.seqlen, text.bos, where)
-    chosen = [windows[index] for index in choose_windows(len(windows), wanted.sequences, wanted.seed, where)]
-    digest = hashlib.sha256(np.asarray(chosen, dtype="<i4").tobytes()).hexdigest()
+    windows = cutter.windows(texts, cut, count, wanted.seed, where)
+    if len(windows) < count:
+        key = "sequences" if count == wanted.sequences else "selection_sequences"
+        raise UserError(f"text.calibration.{key} = {count}: {where} has only {len(windows)} windows")
+    return windows
+
+
+def calibration_frame(windows: list[Window], wanted: CalibrationText) -> pd.DataFrame:
+    """Calibration sequences: columns sequence, document, offset, input_ids, seqlen, seed, calibration."""
+    digest = hashlib.sha256(np.asarray([window.input_ids for window in windows], dtype="<i4").tobytes()).hexdigest()
     seed = "none" if wanted.seed is None else wanted.seed
-    name = f"{wanted.corpus}:{wanted.sequences}x{wanted.seqlen}:seed{seed}:{digest[:8]}"
-    return _frame(chosen).assign(seqlen=wanted.seqlen, seed=wanted.seed, calibration=name)
+    name = f"{wanted.corpus}:{len(windows)}x{wanted.seqlen}:seed{seed}:{digest[:8]}"
+    return _frame(windows).assign(seqlen=wanted.seqlen, seed=wanted.seed, calibration=name)
 
 
-def corpus_frame(tokenizer: Any, texts: list[str], text: params.Text, corpus: str) -> pd.DataFrame:
-    """The windows of one perplexity corpus: columns sequence, input_ids, seqlen."""
-    seqlen = text.perplexity.seqlen
-    windows = token_windows(tokenizer, texts, seqlen, text.bos, f"corpus {corpus} (text.perplexity)")
-    return _frame(windows[: text.perplexity.windows]).assign(seqlen=seqlen)
+def corpus_frame(cutter: Cutter, texts: list[Document], cut: str, wanted: PerplexityText, corpus: str) -> pd.DataFrame:
+    """The windows of one perplexity corpus: columns sequence, document, offset, input_ids, seqlen, seed."""
+    windows = cutter.windows(texts, cut, wanted.windows, wanted.seed, f"corpus {corpus} (text.perplexity)")
+    return _frame(windows).assign(seqlen=wanted.seqlen, seed=wanted.seed)
 
 
-def _frame(windows: list[list[int]]) -> pd.DataFrame:
-    return pd.DataFrame({"sequence": range(len(windows)), "input_ids": windows})
+def _frame(windows: list[Window]) -> pd.DataFrame:
+    frame = pd.DataFrame(windows, columns=list(Window._fields))
+    return frame.assign(sequence=range(len(windows)), document=frame["document"].astype("Int64"))
 
 
 if __name__ == "__main__":

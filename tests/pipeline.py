@@ -48,9 +48,10 @@ PARAMS: dict[str, Any] = {
     "corpora": {name: {"path": str(LOCAL / f"{name}.txt"), "format": "text"} for name in ("notes", "wiki", "web")},
     "text": {
         "bos": "once",
-        "calibration": {"corpus": "notes", "sequences": 8, "seqlen": 32, "seed": 0},
-        "perplexity": {"corpora": ["wiki", "web"], "seqlen": 32, "windows": 5},
+        "calibration": {"corpus": "notes", "sequences": 8, "selection_sequences": 6, "seqlen": 32, "seed": 0},
+        "perplexity": {"corpora": ["wiki", "web"], "seqlen": 32, "windows": 5, "seed": None},
     },
+    "tasks": {name: {"file": f"stages/tasks/{name}.yaml"} for name in ("quiz", "riddles")},
     "select": {
         "streamline": {"protect_first": 1, "protect_last": 1},
         "shortgpt": {"protect_first": 0, "protect_last": 1},

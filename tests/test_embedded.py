@@ -19,12 +19,11 @@ def test_calibration_and_evaluation_articles_are_disjoint(tmp_path: Path, monkey
     texts = {"wikipedia", "web", "speeches"}
     assert texts <= set(settings.assets)
     assets.bring({name: assets.ALL_ASSETS[name] for name in sorted(texts)}, pinned(assets.PINS))
-    calibration = set(documents(settings.corpora[settings.text.calibration.corpus], "calibration"))
+    found = {name: {document.text for document in documents(corpus, name)} for name, corpus in settings.corpora.items()}
+    calibration = found[settings.text.calibration.corpus]
     assert len(calibration) == 150
     for name in settings.text.perplexity.corpora:
-        found = documents(settings.corpora[name], name)
-        assert len(found) > 20, name
-        assert calibration.isdisjoint(found), name
-    articles = documents(settings.corpora["wiki"], "wiki")
-    assert min(map(len, articles)) >= 1500
+        assert len(found[name]) > 20, name
+        assert calibration.isdisjoint(found[name]), name
+    assert min(map(len, found["wiki"])) >= 1500
     assert min(map(len, calibration)) >= 1500

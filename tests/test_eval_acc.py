@@ -1,31 +1,28 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import datasets
 import lm_eval.evaluator
-import lm_eval.tasks
 import pandas as pd
 import pytest
 import torch
-import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from stages import assets, eval_acc, patched, task
+from stages import answers, assets, eval_acc, patched, task
 from stages.base import checkpoint
-from stages.project import params
+from stages.harness import prepared
 from stages.project.artifacts import read_table
 from stages.project.errors import UserError
 from stages.project.paths import ASSETS, task_folder
 from stages.project.schemas import EVAL_ACC
 
 SOURCE = Path(__file__).parents[1]
-OFFICIAL = Path(lm_eval.tasks.__file__).parent
-OURS = sorted(task.OURS.glob("*.yaml"))
 LOCAL = ASSETS / "tasks"
 LINES = {
     "piqa": [
@@ -76,8 +73,10 @@ def project(tmp_path, monkeypatch):
     """A project with params.yaml and both tasks' questions."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    # What main sets is undone with this.
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    shutil.copytree(SOURCE / "stages/tasks", tmp_path / "stages/tasks")
+    for folder in ("data/model/smollm2", "data/patch/smollm2-streamline-7-ghost"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "data/model/smollm2" / checkpoint.SOURCE).write_text('{"kind": "gguf"}', encoding="utf-8")
     (tmp_path / "params.yaml").write_text(
         (SOURCE / "profiles/embedded.yaml").read_text(encoding="utf-8"), encoding="utf-8"
     )
@@ -120,18 +119,6 @@ def run_stage(monkeypatch, model, tokenizer):
     return call
 
 
-@pytest.fixture
-def few_official(monkeypatch):
-    """lm-evaluation-harness with some of its tasks: indexing all of them takes eight seconds."""
-
-    class Few(lm_eval.tasks.TaskManager):
-        def __init__(self, include_path=None, include_defaults=True):
-            few = [OFFICIAL / name for name in ("piqa", "copa", "arc", "gsm8k", "truthfulqa")]
-            super().__init__(include_path=few if include_defaults else include_path, include_defaults=False)
-
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", Few)
-
-
 @torch.no_grad()
 def naive_loglikelihood(model, tokenizer, context: str, continuation: str) -> float:
     ids = torch.tensor([tokenizer.encode(context + continuation)])
@@ -161,7 +148,9 @@ def test_answers_agree_with_one_forward_pass_per_choice(name, batch_size, model,
         return found
 
     monkeypatch.setattr(lm_eval.evaluator, "evaluate", spy)
-    frame = eval_acc.answers(eval_acc.load_task(name), model, tokenizer, None, batch_size)
+    tasks, _ = prepared(name)
+    frame = eval_acc.answers(tasks, model, tokenizer, None, batch_size, Path("answers"))
+    assert (frame["member"] == name).all()
     assert frame["question"].tolist() == list(range(len(LINES[name])))
     for line, found in zip(LINES[name], frame.itertuples(), strict=True):
         context, choices, right = prompts(name, line)
@@ -186,20 +175,25 @@ def test_answers_of_a_model_partly_on_disk(name, project, model, tokenizer, monk
     monkeypatch.setenv("GHOSTED_DEVICE_MAP", json.dumps({**devices, "lm_head": "disk"}))
     spread = checkpoint.load_model("smollm2", "float32", False)
     assert spread.device.type == "meta"
-    found, expected = (eval_acc.answers(eval_acc.load_task(name), of, tokenizer, None, 4) for of in (spread, model))
+    tasks, _ = prepared(name)
+    found, expected = (
+        eval_acc.answers(tasks, of, tokenizer, None, 4, Path(f"answers-{number}"))
+        for number, of in enumerate((spread, model))
+    )
     pd.testing.assert_frame_equal(found, expected, check_exact=True)
 
 
 def test_limit_takes_the_first_questions(project, run_stage):
     text = (project / "params.yaml").read_text(encoding="utf-8")
-    (project / "params.yaml").write_text(text.replace("limit: 200", "limit: 2"), encoding="utf-8")
+    (project / "params.yaml").write_text(text.replace("limit: 300", "limit: 2"), encoding="utf-8")
     run_stage("--model", "smollm2", "--task", "piqa")
     run_stage("--model", "smollm2", "--criterion", "streamline", "--n", "7", "--operator", "ghost", "--task", "piqa")
     dense = read_table(Path("data/eval_acc/smollm2-dense-piqa.parquet"), EVAL_ACC)
     recovered = read_table(Path("data/eval_acc/smollm2-streamline-7-ghost-piqa.parquet"), EVAL_ACC)
     assert dense["question"].tolist() == [0, 1]
     assert dense["answer"].tolist() == [1, 0]
-    columns = {"task": "piqa", "version": "1.0", "source": "baber/piqa default validation", "limit": 2, "available": 5}
+    columns = {"task": "piqa", "member": "piqa", "version": "1.0", "limit": 2, "available": 5}
+    columns |= {"source": "data/assets/tasks/baber/piqa default validation"}
     columns |= {"num_fewshot": 0, "batch_size": 16, "dtype": "float32", "model": "smollm2"}
     for name, value in columns.items():
         assert (dense[name] == value).all()
@@ -212,12 +206,12 @@ def test_limit_takes_the_first_questions(project, run_stage):
 
 def test_no_limit_takes_all(project, run_stage):
     text = (project / "params.yaml").read_text(encoding="utf-8")
-    (project / "params.yaml").write_text(text.replace("limit: 200", "limit: null"), encoding="utf-8")
+    (project / "params.yaml").write_text(text.replace("limit: 300", "limit: null"), encoding="utf-8")
     run_stage("--model", "smollm2", "--task", "openbookqa")
     frame = read_table(Path("data/eval_acc/smollm2-dense-openbookqa.parquet"), EVAL_ACC)
     assert len(frame) == frame["available"].iloc[0] == 3
     assert frame["limit"].isna().all()
-    assert frame["source"].iloc[0] == "allenai/openbookqa main test"
+    assert frame["source"].iloc[0] == "data/assets/tasks/allenai/openbookqa main test"
 
 
 @pytest.mark.usefixtures("project")
@@ -227,114 +221,16 @@ def test_not_finite_stops_with_the_question(model, tokenizer):
     # The first question has no such letter, the second has.
     with torch.no_grad():
         broken.model.embed_tokens.weight[tokenizer.encode("l")] = torch.nan
-    with pytest.raises(UserError, match=r"task piqa, question 1: log-likelihoods \[nan, nan\] are not finite"):
-        eval_acc.answers(eval_acc.load_task("piqa"), broken, tokenizer, None, 2)
+    with pytest.raises(UserError, match="task piqa, question 1: a choice's log-likelihood is nan"):
+        eval_acc.answers(prepared("piqa")[0], broken, tokenizer, None, 2, Path("answers"))
 
 
 def test_answer_outside_the_choices_is_an_error(project, model, tokenizer):
-    file = project / task_folder("piqa") / "questions/plain_text/validation.parquet"
+    file = project / task_folder("piqa") / "questions/data/assets/tasks/baber/piqa/default/validation.parquet"
     frame = pd.read_parquet(file)
     frame.assign(label=[1, 0, -1, 0, 1]).to_parquet(file)
     with pytest.raises(UserError, match=r"question 2: the right answer is -1, which is none of its 2 choices"):
-        eval_acc.answers(eval_acc.load_task("piqa"), model, tokenizer, None, 2)
-
-
-@pytest.mark.usefixtures("project", "few_official")
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("gsm8k", "output type generate_until; only multiple_choice"),
-        ("truthfulqa_mc2", "scores its answers with code of its own"),
-    ],
-)
-def test_unusable_task_stops_before_the_model(name, message, monkeypatch):
-    prepare(monkeypatch, name)
-    monkeypatch.setattr(sys, "argv", ["eval_acc", "--model", "smollm2", "--task", name])
-    monkeypatch.setattr(patched, "load_row", lambda *_: pytest.fail("the model was loaded"))
-    with pytest.raises(UserError, match=f"params.yaml: grid.tasks: '{name}'.*{message}"):
-        eval_acc.main()
-
-
-@pytest.mark.usefixtures("project", "few_official")
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("piqqa", r"neither in stages/tasks \(openbookqa, piqa\) nor a task of lm-evaluation-harness; near: piqa"),
-        ("zzz", "near: none"),
-        ("ai2_arc", "is a group of tasks"),
-    ],
-)
-def test_unknown_task_is_named(name, message, monkeypatch):
-    with pytest.raises(UserError, match=f"params.yaml: grid.tasks: '{name}'.*{message}"):
-        prepare(monkeypatch, name)
-
-
-@pytest.mark.usefixtures("project", "few_official")
-def test_official_task_is_read_from_the_hub(monkeypatch):
-    asked = []
-    prepare(monkeypatch, "arc_easy")
-
-    def refuse(path, name, **_):
-        asked.append((path, name))
-        raise ConnectionError("no Hub")
-
-    monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(UserError, match=r"allenai/ai2_arc cannot be loaded: no Hub; stages/tasks/arc_easy.yaml could"):
-        eval_acc.load_task("arc_easy")
-    assert asked == [("allenai/ai2_arc", "ARC-Easy")]
-
-
-def test_task_without_acc_is_an_error():
-    config = {"output_type": "multiple_choice", "metric_list": [{"metric": "f1"}, {"metric": "mcc"}]}
-    with pytest.raises(UserError, match=r"here: has no metric `acc`, only f1, mcc"):
-        eval_acc.check_config(config, "here")
-    eval_acc.check_config({"output_type": "multiple_choice"}, "here")
-
-
-def test_missing_local_questions_are_named(project, monkeypatch):
-    (project / LOCAL / "baber/piqa").rename(project / "elsewhere")
-    with pytest.raises(UserError, match=r"grid.tasks: 'piqa': its questions, data/assets/tasks/baber/piqa, are not"):
-        prepare(monkeypatch, "piqa")
-
-
-def test_damaged_local_questions_are_named(project):
-    (project / task_folder("piqa") / "questions/plain_text/validation.parquet").write_bytes(b"PAR1")
-    with pytest.raises(UserError, match=r"'piqa': data set data/task/piqa/questions cannot be loaded"):
-        eval_acc.load_task("piqa")
-
-
-@pytest.mark.usefixtures("project")
-@pytest.mark.parametrize(
-    ("content", "message"), [("task: [", "not valid YAML"), ("task: other", "must define `task: piqa`")]
-)
-def test_broken_task_file_is_named(content, message, monkeypatch, tmp_path):
-    (tmp_path / "piqa.yaml").write_text(content, encoding="utf-8")
-    monkeypatch.setattr(task, "OURS", tmp_path)
-    with pytest.raises(UserError, match=message):
-        prepare(monkeypatch, "piqa")
-
-
-@pytest.mark.parametrize("file", OURS, ids=lambda file: file.stem)
-def test_task_file_asks_the_official_question(file):
-    ours = yaml.safe_load(file.read_text(encoding="utf-8"))
-    (found,) = [path for path in OFFICIAL.rglob(file.name) if path.parent.name == file.stem]
-    official = yaml.safe_load(found.read_text(encoding="utf-8"))
-    assert file.stem == ours["task"]
-    assert ours.pop("dataset_path") == f"{LOCAL}/{official.pop('dataset_path')}"
-    splits = [config.pop("test_split") or config.pop("validation_split") for config in (ours, official)]
-    assert splits[0] == splits[1]
-    assert ours["training_split"] is None
-    other = {"training_split", "validation_split"}
-    assert {k: v for k, v in ours.items() if k not in other} == {k: v for k, v in official.items() if k not in other}
-
-
-def test_task_files_read_what_assets_writes():
-    for file in OURS:
-        ours = yaml.safe_load(file.read_text(encoding="utf-8"))
-        asset = assets.ALL_ASSETS[file.stem]
-        assert Path(ours["dataset_path"]) == LOCAL / asset.hub_id
-        assert ours["dataset_name"] in (None, asset.config)
-        assert (ours["test_split"] or ours["validation_split"]) == asset.split
+        eval_acc.answers(prepared("piqa")[0], model, tokenizer, None, 2, Path("answers"))
 
 
 NO_NETWORK = """
@@ -351,10 +247,9 @@ socket.socket.connect = refuse
 
 def test_process_is_quiet_and_stays_inside_the_project(project, model, tokenizer):
     """A whole process: nothing on stderr, no network, an empty home stays empty."""
-    folder = project / "data/model/smollm2"
+    folder = project / checkpoint.model_folder("smollm2")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / checkpoint.SOURCE).write_text('{"kind": "gguf"}', encoding="utf-8")
     (project / "site").mkdir()
     (project / "site/sitecustomize.py").write_text(NO_NETWORK, encoding="utf-8")
     for name in ("home", "temporary"):
@@ -373,9 +268,40 @@ def test_process_is_quiet_and_stays_inside_the_project(project, model, tokenizer
     assert not (project / "network").exists()
     assert not list((project / "home").iterdir())
     assert not list((project / "temporary").iterdir())
-    assert {path.name for path in project.iterdir()} == {"params.yaml", "data", "site", "home", "temporary"}
-    assert (project / "data/.cache/datasets").is_dir()
+    assert {path.name for path in project.iterdir()} == {
+        *("params.yaml", "stages", "data", "site", "home", "temporary")
+    }
+    assert not list((project / "data/.cache/answers").iterdir())
 
 
-def test_default_grid_has_its_task_files():
-    assert set(params.load(SOURCE / "profiles/embedded.yaml").grid.tasks) <= {file.stem for file in OURS}
+def test_a_killed_evaluation_ends_with_the_same_answers(project, run_stage, monkeypatch):
+    """Killed in the middle, started again: finished batches are not repeated, and no bit differs."""
+    forwards = []
+    forward = LlamaForCausalLM.forward
+
+    def counted(self, *arguments, **named):
+        forwards.append(1)
+        if len(forwards) == stop_at:
+            raise KeyboardInterrupt
+        return forward(self, *arguments, **named)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", counted)
+    monkeypatch.setattr(answers, "BATCHES", 1)
+    text = (project / "params.yaml").read_text(encoding="utf-8")
+    (project / "params.yaml").write_text(text.replace("batch_size: 16", "batch_size: 2"), encoding="utf-8")
+    arguments, file = ("--model", "smollm2", "--task", "piqa"), Path("data/eval_acc/smollm2-dense-piqa.parquet")
+    stop_at = 0
+    run_stage(*arguments)
+    whole, expected = len(forwards), file.read_bytes()
+    assert whole == 5
+    file.unlink()
+    forwards.clear()
+    stop_at = 4
+    with pytest.raises(KeyboardInterrupt):
+        run_stage(*arguments)
+    assert not file.exists()
+    stop_at = 0
+    run_stage(*arguments)
+    assert file.read_bytes() == expected
+    assert len(forwards) == whole + 1
+    assert not list(answers.ANSWERS.iterdir())

@@ -6,12 +6,14 @@ import yaml
 
 from stages.project import params
 from stages.project.errors import UserError
+from stages.project.sections import Params
 
 PROFILES = Path(__file__).parent.parent / "profiles"
+NINE = ["arc_easy", "arc_challenge", "hellaswag", "winogrande", "boolq", "openbookqa", "rte", "copa", "race"]
 DEFAULT = yaml.safe_load((PROFILES / "embedded.yaml").read_text())
 
 
-def load(tmp_path: Path, **changes: Any) -> params.Params:
+def load(tmp_path: Path, **changes: Any) -> Params:
     """Load the default params.yaml with changes, keys such as ``grid__n`` for grid.n."""
     content = yaml.safe_load(yaml.safe_dump(DEFAULT))
     for key, value in changes.items():
@@ -32,15 +34,27 @@ def test_default_has_nine_rows_dense_first(tmp_path: Path) -> None:
     assert keys[1:5] == [f"smollm2-streamline-7-{operator}" for operator in ("none", "diag", "rotate", "ghost")]
 
 
-def test_default_calibration_and_evaluation_documents_are_disjoint(tmp_path: Path) -> None:
-    settings = load(tmp_path)
+@pytest.mark.parametrize("profile", sorted(PROFILES.glob("*.yaml")), ids=lambda file: file.stem)
+def test_calibration_and_evaluation_documents_of_a_profile_are_disjoint(profile: Path) -> None:
+    settings = params.load(profile)
     calibration = settings.corpora[settings.text.calibration.corpus]
     for name in settings.text.perplexity.corpora:
         corpus = settings.corpora[name]
-        if corpus.path == calibration.path:
+        if [corpus.path, corpus.id, corpus.split] == [calibration.path, calibration.id, calibration.split]:
             assert corpus.min_characters == calibration.min_characters
             assert calibration.documents[1] is not None
             assert corpus.documents[0] >= calibration.documents[1]
+
+
+def test_the_paper_s_grid() -> None:
+    settings = params.load(PROFILES / "paper.yaml")
+    assert len(settings.rows()) == 3 * (1 + 2 * 2 * 4)
+    assert settings.grid.tasks == NINE
+    assert settings.tasks == {}
+    assert {model.dtype for model in settings.models.values()} == {"bfloat16"}
+    assert (settings.text.calibration.selection_sequences, settings.text.calibration.sequences) == (128, 32)
+    assert {settings.text.calibration.seqlen, settings.text.perplexity.seqlen} == {2048}
+    assert settings.eval_acc.limit is None
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from stages.base.decoder import decoder_layers, decoder_stack, remove_layers, re
 from stages.boundaries import Segment, runs
 from stages.patched import BoundaryOperator, base_shape, load_patched, patch_model, write_adapter
 from stages.project.errors import UserError
-from stages.project.params import OperatorDtype
+from stages.project.sections import OperatorDtype
 
 Build = Callable[..., PreTrainedModel]
 architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)

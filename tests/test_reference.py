@@ -52,8 +52,9 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "validation": {"path": str(WIKITEXT / "validation.parquet"), **common},
         "test": {"path": str(WIKITEXT / "test.parquet"), **common},
     }
-    settings["text"]["calibration"] = {"corpus": "validation", "sequences": 48, "seqlen": 512, "seed": None}
-    settings["text"]["perplexity"] = {"corpora": ["test"], "seqlen": 512, "windows": 12}
+    sequences = {"sequences": 48, "selection_sequences": 48}
+    settings["text"]["calibration"] = {"corpus": "validation", **sequences, "seqlen": 512, "seed": None}
+    settings["text"]["perplexity"] = {"corpora": ["test"], "seqlen": 512, "windows": 12, "seed": None}
     # These sums serve operators for whole runs as well.
     settings["collect"]["boundary"] = "layer"
     (folder / "params.yaml").write_text(yaml.safe_dump(settings))

@@ -73,9 +73,10 @@ class World:
             "corpora": {name: {"path": f"texts/{name}", "format": "text"} for name in {*self.corpora, "wiki"}},
             "text": {
                 "bos": "once",
-                "calibration": {"corpus": "wiki", "sequences": 4, "seqlen": 16, "seed": 0},
-                "perplexity": {"corpora": self.corpora, "seqlen": 16, "windows": 6},
+                "calibration": {"corpus": "wiki", "sequences": 4, "selection_sequences": 4, "seqlen": 16, "seed": 0},
+                "perplexity": {"corpora": self.corpora, "seqlen": 16, "windows": 6, "seed": None},
             },
+            "tasks": {},
             "select": {name: {"protect_first": 1, "protect_last": 1} for name in ("streamline", "shortgpt")},
             "collect": {"boundary": "run"},
             "solve": {name: {"ridge": 1e-6} if name == "ghost" else {} for name in self.grid["operators"]},
@@ -107,6 +108,7 @@ class World:
             corpus="wiki",
             source="texts/wiki[0:5]",
             bos="once",
+            cut="stream",
             seed=0,
             sequences=4,
             angular=0.1,
@@ -140,7 +142,9 @@ class World:
                 "corpus": corpus,
                 "source": f"texts/{corpus}",
                 "bos": "once",
+                "cut": "stream",
                 "seqlen": 16,
+                "seed": None,
                 "window": range(len(nll)),
                 "tokens": self.tokens[row.key, corpus],
                 "nll": nll,
@@ -156,6 +160,7 @@ class World:
             {
                 **made,
                 "task": task,
+                "member": task,
                 "version": "1.0",
                 "source": f"sets/{task}",
                 "limit": 40,
@@ -354,8 +359,11 @@ def test_settings_are_stated():
     World().write()
     report.main()
     document = text()
-    assert "Calibration: 4 sequences x 16 tokens = 64 tokens of wiki (texts/wiki[0:5]), windows chosen" in document
-    assert f"with seed 0, BOS once, float32; `{CALIBRATION}`." in document
+    calibration = (
+        "wiki (texts/wiki[0:5]), windows of 16 tokens cut from its stream, chosen with seed 0, BOS once, float32"
+    )
+    assert f"Calibration text: {calibration}. Layers selected from 4 sequences, 64 tokens: `{CALIBRATION}`." in document
+    assert f"Operators solved from 64 tokens: `{CALIBRATION}`." in document
     assert 'options {"protect_last": 1}' in document
     corpus = table(document, "predicted tokens")[1]
     assert corpus == {
@@ -365,6 +373,8 @@ def test_settings_are_stated():
         "predicted tokens": "90",
         "seqlen": "16",
         "BOS": "once",
+        "cut from": "stream",
+        "chosen by seed": "-",
         "dtype": "float32",
     }
     task = table(document, "asked")[0]

@@ -289,7 +289,9 @@ def test_a_corpus_shorter_than_one_window(project, fails, corpus):
 
 
 def test_fewer_calibration_tokens_than_channels(project, fails):
-    project.set(text__calibration={"corpus": "notes", "sequences": 1, "seqlen": 12, "seed": 0})
+    project.set(
+        text__calibration={"corpus": "notes", "sequences": 1, "selection_sequences": 1, "seqlen": 12, "seed": 0}
+    )
     project.stage("text", "--model", "tiny")
     project.stage("score", "--model", "tiny")
     project.stage("select", *arguments(SELECTION)[:-2])

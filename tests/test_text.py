@@ -6,10 +6,10 @@ import pytest
 from conftest import SENTENCES
 from transformers import PreTrainedTokenizerFast
 
-from stages.corpora import choose_windows, documents, token_windows
+from stages.corpora import Cutter, Document, documents, order
 from stages.project.errors import UserError
-from stages.project.params import CalibrationText, Corpus, PerplexityText, Text
-from stages.text import calibration_frame, corpus_frame
+from stages.project.sections import CalibrationText, Corpus, PerplexityText
+from stages.text import calibration_frame, calibration_windows, corpus_frame
 
 RECORD = '<doc id="{0}" title="T{0}">\nT{0}\n\n{1}\n\n</doc>\n'
 
@@ -25,16 +25,20 @@ def corpus(path: Path, **changes: Any) -> Corpus:
     return Corpus(**{"path": str(path), "format": "text", **changes})
 
 
-def text(bos: str = "once", **changes: Any) -> Text:
-    return Text(
-        bos=bos,
-        calibration=CalibrationText(**{"corpus": "c", "sequences": 4, "seqlen": 8, "seed": 0, **changes}),
-        perplexity=PerplexityText(corpora=["c"], seqlen=8, windows=3),
-    )
+def calibration(**changes: Any) -> CalibrationText:
+    settings = {"corpus": "c", "sequences": 4, "selection_sequences": 2, "seqlen": 8, "seed": 0}
+    return CalibrationText(**{**settings, **changes})
+
+
+def texts(corpus: Corpus) -> list[str]:
+    return [document.text for document in documents(corpus, "corpora.c")]
+
+
+PROSE = [Document(3 * number, text) for number, text in enumerate(SENTENCES)]
 
 
 def test_records_of_wikiextractor(wiki: Path) -> None:
-    found = documents(corpus(wiki, format="wikiextractor"), "corpora.c")
+    found = texts(corpus(wiki, format="wikiextractor"))
     assert found[0] == "T0\n\nbody"
     assert len(found) == 6
 
@@ -42,7 +46,7 @@ def test_records_of_wikiextractor(wiki: Path) -> None:
 def test_range_is_of_the_documents_long_enough(wiki: Path) -> None:
     found = documents(corpus(wiki, format="wikiextractor", min_characters=15, documents=(1, 3)), "corpora.c")
     # Documents 2 to 5 have 18 characters and more.
-    assert [document.split("\n")[0] for document in found] == ["T3", "T4"]
+    assert [(number, text.split("\n")[0]) for number, text in found] == [(3, "T3"), (4, "T4")]
 
 
 def test_lines_folders_and_parquet(tmp_path: Path) -> None:
@@ -50,10 +54,10 @@ def test_lines_folders_and_parquet(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "b.txt").write_text("second\nthird")
     (folder / "a.txt").write_text("first")
-    assert documents(corpus(folder), "c") == ["first", "second\nthird"]
-    assert documents(corpus(folder, format="lines"), "c") == ["first", "second", "third"]
+    assert texts(corpus(folder)) == ["first", "second\nthird"]
+    assert texts(corpus(folder, format="lines")) == ["first", "second", "third"]
     pd.DataFrame({"body": ["x", "y"]}).to_parquet(tmp_path / "t.parquet")
-    assert documents(corpus(tmp_path / "t.parquet", format="parquet", column="body"), "c") == ["x", "y"]
+    assert texts(corpus(tmp_path / "t.parquet", format="parquet", column="body")) == ["x", "y"]
     with pytest.raises(UserError, match="no column 'text'; its columns are body"):
         documents(corpus(tmp_path / "t.parquet", format="parquet", column="text"), "c")
     pd.DataFrame({"body": ["x", None], "label": [1, 2]}).to_parquet(tmp_path / "t.parquet")
@@ -64,7 +68,7 @@ def test_lines_folders_and_parquet(tmp_path: Path) -> None:
 
 def test_a_line_ends_at_a_newline_alone(tmp_path: Path) -> None:
     (tmp_path / "c").write_text("one\u2028still one\x0cand\ntwo\n", encoding="utf-8")
-    assert documents(corpus(tmp_path / "c", format="lines"), "c") == ["one\u2028still one\x0cand", "two"]
+    assert texts(corpus(tmp_path / "c", format="lines")) == ["one\u2028still one\x0cand", "two"]
 
 
 def test_missing_and_empty_corpora_are_named(tmp_path: Path, wiki: Path) -> None:
@@ -79,45 +83,105 @@ def test_missing_and_empty_corpora_are_named(tmp_path: Path, wiki: Path) -> None
 
 def test_windows_cut_the_joined_stream(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     stream = tiny_tokenizer("\n\n".join(SENTENCES))["input_ids"]
-    windows = token_windows(tiny_tokenizer, SENTENCES, 10, "once", "c")
+    windows = Cutter(tiny_tokenizer, 10, "once").windows(PROSE, "stream", None, None, "c")
     assert len(windows) == len(stream) // 10
-    assert [token for window in windows for token in window] == stream[: len(windows) * 10]
+    assert [token for window in windows for token in window.input_ids] == stream[: len(windows) * 10]
+    assert [(window.document, window.offset) for window in windows] == [(None, 10 * i) for i in range(len(windows))]
 
 
 def test_bos_in_every_window(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     stream = tiny_tokenizer("\n\n".join(SENTENCES), add_special_tokens=False)["input_ids"]
-    windows = token_windows(tiny_tokenizer, SENTENCES, 10, "every-window", "c")
-    assert {window[0] for window in windows} == {tiny_tokenizer.bos_token_id}
-    assert {len(window) for window in windows} == {10}
-    assert [token for window in windows for token in window[1:]] == stream[: len(windows) * 9]
+    windows = Cutter(tiny_tokenizer, 10, "every-window").windows(PROSE, "stream", None, None, "c")
+    assert {window.input_ids[0] for window in windows} == {tiny_tokenizer.bos_token_id}
+    assert {len(window.input_ids) for window in windows} == {10}
+    assert [token for window in windows for token in window.input_ids[1:]] == stream[: len(windows) * 9]
+
+
+def test_one_window_of_each_document_long_enough(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    lengths = {document.number: len(tiny_tokenizer(document.text)["input_ids"]) for document in PROSE}
+    seqlen = sorted(lengths.values())[2]
+    cutter = Cutter(tiny_tokenizer, seqlen, "once")
+    first = cutter.windows(PROSE, "documents", None, None, "c")
+    assert [window.document for window in first] == [number for number in lengths if lengths[number] >= seqlen]
+    assert {window.offset for window in first} == {0}
+    placed = set()
+    for seed in range(8):
+        windows = cutter.windows(PROSE, "documents", 2, seed, "c")
+        assert len({window.document for window in windows}) == 2
+        for window in windows:
+            text = next(document.text for document in PROSE if document.number == window.document)
+            ids = tiny_tokenizer(text)["input_ids"]
+            assert window.input_ids == ids[window.offset : window.offset + seqlen]
+            placed.add((window.document, window.offset))
+        assert windows == cutter.windows(PROSE, "documents", 2, seed, "c")
+    assert len(placed) > 3
+    assert any(offset for _, offset in placed)
+
+
+def test_the_place_in_a_document_does_not_depend_on_the_others(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    cutter = Cutter(tiny_tokenizer, 10, "once")
+    alone = cutter.windows(PROSE[1:2], "documents", None, 5, "c")
+    assert set(map(str, alone)) <= set(map(str, cutter.windows(PROSE, "documents", None, 5, "c")))
+
+
+def test_too_few_long_documents_are_an_error_that_names_the_remedies(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    lengths = sorted(len(tiny_tokenizer(text)["input_ids"]) for text in SENTENCES)
+    message = "c: only 1 of its 5 documents have .* 2 are needed; widen the corpus' `documents`, or .*`cut: stream`"
+    with pytest.raises(UserError, match=message):
+        Cutter(tiny_tokenizer, lengths[-1], "once").windows(PROSE, "documents", 2, 0, "c")
+    with pytest.raises(UserError, match="c: only 0 of its 5 documents"):
+        Cutter(tiny_tokenizer, 1000, "once").windows(PROSE, "documents", None, None, "c")
 
 
 def test_short_corpus_is_named(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(UserError, match="corpus c: has 193 tokens, fewer than one window of 512"):
-        token_windows(tiny_tokenizer, SENTENCES, 512, "once", "corpus c")
+        Cutter(tiny_tokenizer, 512, "once").windows(PROSE, "stream", None, None, "corpus c")
 
 
-def test_choice_of_windows() -> None:
-    assert choose_windows(10, 3, None, "c") == [0, 1, 2]
-    chosen = choose_windows(100, 20, 0, "c")
-    assert len(set(chosen)) == 20
-    assert chosen == choose_windows(100, 20, 0, "c") != choose_windows(100, 20, 1, "c")
-    with pytest.raises(UserError, match=r"text\.calibration\.sequences = 11: c has only 10 windows"):
-        choose_windows(10, 11, 0, "c")
+def test_order_of_a_seed() -> None:
+    assert order(4, None) == [0, 1, 2, 3]
+    assert sorted(order(100, 0)) == list(range(100)) != order(100, 0)
+    assert order(100, 0) == order(100, 0) != order(100, 1)
+
+
+def test_too_few_windows_name_the_key(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    cutter = Cutter(tiny_tokenizer, 64, "once")
+    for key in ("sequences", "selection_sequences"):
+        message = rf"text\.calibration\.{key} = 9: corpus c \(text.calibration\) has only 3 windows"
+        with pytest.raises(UserError, match=message):
+            calibration_windows(cutter, PROSE, "stream", calibration(seqlen=64, **{key: 9}))
+
+
+@pytest.mark.parametrize("cut", ["stream", "documents"])
+def test_selection_and_operator_share_the_first_sequences(tiny_tokenizer: PreTrainedTokenizerFast, cut: str) -> None:
+    cutter = Cutter(tiny_tokenizer, 8, "once")
+    four = calibration_windows(cutter, PROSE, cut, calibration())
+    more = calibration_windows(cutter, PROSE, cut, calibration(selection_sequences=5))
+    assert (len(four), len(more)) == (4, 5)
+    assert more[:4] == four
 
 
 def test_calibration_name_follows_the_tokens(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    names = set()
+    cutter, names = Cutter(tiny_tokenizer, 8, "once"), set()
     for changes in ({}, {"seed": 1}, {"seed": None}, {"sequences": 3}):
-        frame = calibration_frame(tiny_tokenizer, SENTENCES, text(**changes))
+        wanted = calibration(**changes)
+        frame = calibration_frame(calibration_windows(cutter, PROSE, "stream", wanted), wanted)
         (name,) = frame["calibration"].unique()
         names.add(name)
         assert len(frame) == changes.get("sequences", 4)
     assert len({name[-8:] for name in names}) == 4
-    assert calibration_frame(tiny_tokenizer, SENTENCES, text())["calibration"][0].startswith("c:4x8:seed0:")
+    assert min(names).startswith("c:3x8:seed0:")
 
 
-def test_corpus_takes_the_first_windows(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    frame = corpus_frame(tiny_tokenizer, SENTENCES, text(), "c")
-    expected = token_windows(tiny_tokenizer, SENTENCES, 8, "once", "c")[:3]
-    assert frame["input_ids"].tolist() == expected
+def test_corpus_takes_at_most_so_many_windows(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    cutter = Cutter(tiny_tokenizer, 8, "once")
+    all_windows = [window.input_ids for window in cutter.windows(PROSE, "stream", None, None, "c")]
+    for windows, seed in ((3, None), (3, 0), (None, 0), (1000, None)):
+        wanted = PerplexityText(corpora=["c"], seqlen=8, windows=windows, seed=seed)
+        found = corpus_frame(cutter, PROSE, "stream", wanted, "c")["input_ids"].tolist()
+        assert len(found) == min(windows or 1000, len(all_windows))
+        if seed is None:
+            assert found == all_windows[: len(found)]
+        else:
+            assert found != all_windows[: len(found)]
+            assert all(window in all_windows for window in found)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub.errors import GatedRepoError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -145,5 +146,10 @@ def _loading(where: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if isinstance(error, GatedRepoError) or isinstance(error.__cause__, GatedRepoError):
+            raise UserError(
+                f"{where}: a gated model: accept its licence on its Hub page, then log in with `hf auth login` or set "
+                f"HF_TOKEN; without the Hub, give a local copy as `path` in params.yaml: models"
+            ) from error
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         raise UserError(f"{where}: cannot be loaded: {' '.join(lines[:3])}") from error

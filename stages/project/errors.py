@@ -1,5 +1,6 @@
 """The one exception for a user's mistake, and the entry point that reports it without a traceback."""
 
+import gc
 import sys
 from collections.abc import Callable
 
@@ -17,3 +18,6 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        # The interpreter would look for garbage once more on its way out: a second, after the libraries' imports.
+        gc.freeze()

@@ -1,4 +1,4 @@
-"""``params.yaml``: its schema, and the checks every stage makes before it loads anything.
+"""``params.yaml``: reading it, and the checks every stage makes before it loads anything.
 
 A stage's DVC ``params`` name only the keys it uses; all of the file is checked all the same, so that a misspelt key or
 an unknown name stops the first stage that runs, not the one that would need it an hour later.
@@ -9,168 +9,23 @@ import difflib
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Any, NamedTuple, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from stages.project.errors import UserError
-from stages.project.keys import DENSE, Row
+from stages.project.keys import DENSE
+from stages.project.sections import Params
 
 PARAMS = Path("params.yaml")
 ROOT = Path(__file__).parents[1]
 SLUG = re.compile(r"[a-z0-9][a-z0-9_]*(-[a-z0-9_]+)*")
 """Names of files and of keys that DVC looks up, where a dot would lead into a section."""
+RESERVED = ("calibration", "selection", "perplexity", "mean")
+"""Names that no corpus may have: other files in its folder, and the average in the tables."""
 SLUG_RULE = "use lower-case letters, digits, `_` and `-`"
-
-
-class Section(BaseModel):
-    """A mapping in params.yaml: unknown keys and wrong types are errors."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class Grid(Section):
-    """The lists whose product is the rows of the tables."""
-
-    models: list[str] = Field(min_length=1)
-    criteria: list[str]
-    n: list[int] = Field(description="numbers of removed layers")
-    operators: list[str]
-    tasks: list[str]
-
-
-class Model(Section):
-    """Where a model comes from: exactly one of `gguf` (a file), `path` (a checkpoint folder) and `id` (the Hub)."""
-
-    gguf: str | None = None
-    path: str | None = None
-    id: str | None = None
-    revision: str | None = None
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    trust_remote_code: bool = False
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        given = [name for name in ("gguf", "path", "id") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"exactly one of gguf, path, id must be given, found {given or 'none'}")
-        if (self.revision is not None) != (self.id is not None):
-            raise ValueError("`revision` (a commit of 40 hex digits) goes with `id`, and only with it")
-        if self.revision is not None and not re.fullmatch(r"[0-9a-f]{40}", self.revision):
-            raise ValueError(f"revision {self.revision!r} is not a commit of 40 hex digits; a branch or tag can move")
-        return self
-
-
-class Corpus(Section):
-    """A text: a file, or a folder whose files are read in name order.
-
-    `format` says how a file splits into documents: `text`, not at all; `lines`, one a line; `wikiextractor`, one a
-    ``<doc>`` element; `parquet`, one a row of `column`. `documents` then takes a range of those that have at least
-    `min_characters` characters.
-    """
-
-    path: str
-    format: Literal["text", "lines", "wikiextractor", "parquet"]
-    column: str | None = Field(default=None, description="text column of a Parquet file")
-    min_characters: int = Field(default=0, ge=0)
-    documents: tuple[int, int | None] = (0, None)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _range(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(data.get("documents"), list):
-            return {**data, "documents": tuple(data["documents"])}
-        return data
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        first, end = self.documents
-        if first < 0 or (end is not None and end <= first):
-            raise ValueError(f"documents {list(self.documents)} must be [first, end) with 0 <= first < end")
-        if (self.column is not None) != (self.format == "parquet"):
-            raise ValueError("`column` goes with format parquet, and only with it")
-        return self
-
-    @property
-    def source(self) -> str:
-        """The text's origin in one string, for the tables."""
-        first, end = self.documents
-        part = "" if (first, end) == (0, None) else f"[{first}:{'' if end is None else end}]"
-        return f"{self.path}{part}"
-
-
-class CalibrationText(Section):
-    """The calibration sequences: windows of one corpus' token stream."""
-
-    corpus: str
-    sequences: int = Field(ge=1)
-    seqlen: int = Field(ge=2)
-    seed: int | None = Field(description="seed of the choice of windows; null takes the first ones in order")
-
-
-class PerplexityText(Section):
-    """The perplexity corpora: non-overlapping windows of each corpus' token stream."""
-
-    corpora: list[str]
-    seqlen: int = Field(ge=2)
-    windows: int | None = Field(ge=1, description="the first so many windows of each corpus; null takes all")
-
-
-class Text(Section):
-    """Everything that becomes token ids."""
-
-    bos: Literal["once", "every-window"]
-    calibration: CalibrationText
-    perplexity: PerplexityText
-
-
-class Collect(Section):
-    """What the statistics are kept for: each removed run, or each removed layer as well."""
-
-    boundary: Literal["run", "layer"]
-
-
-OperatorDtype = Literal["model", "float32"]
-
-
-class Patch(Section):
-    """The recovered model: whether its operators are kept and applied in the model's dtype or in float32."""
-
-    operator_dtype: OperatorDtype
-
-
-class EvalAcc(Section):
-    """Settings of lm-evaluation-harness."""
-
-    limit: int | None = Field(ge=1, description="the first so many questions of each task; null asks all")
-    batch_size: int = Field(ge=1)
-
-
-class Params(Section):
-    """All of params.yaml."""
-
-    grid: Grid
-    assets: list[str]
-    models: dict[str, Model]
-    corpora: dict[str, Corpus]
-    text: Text
-    select: dict[str, dict[str, Any]]
-    collect: Collect
-    solve: dict[str, dict[str, Any]]
-    patch: Patch
-    eval_acc: EvalAcc
-
-    def rows(self) -> list[Row]:
-        """The rows of the tables in the order of params.yaml: per model the dense one, then n, criterion, operator."""
-        rows = []
-        for model in self.grid.models:
-            rows.append(Row(model))
-            for n in self.grid.n:
-                for criterion in self.grid.criteria:
-                    rows += [Row(model, criterion, n, operator) for operator in self.grid.operators]
-        return rows
 
 
 def load(path: Path = PARAMS) -> Params:
@@ -307,8 +162,8 @@ def _check_text(path: Path, params: Params) -> None:
         if params.text.perplexity.corpora.count(corpus) > 1:
             raise UserError(f"{path}: text.perplexity.corpora: {corpus!r} is listed twice")
         check_name(f"{path}: text.perplexity.corpora", corpus, params.corpora)
-        if not SLUG.fullmatch(corpus) or corpus in ("calibration", "perplexity", "mean"):
+        if not SLUG.fullmatch(corpus) or corpus in RESERVED:
             raise UserError(
                 f"{path}: text.perplexity.corpora: {corpus!r} cannot name a file; {SLUG_RULE}, and none of "
-                f"`calibration`, `perplexity`, `mean`"
+                f"{', '.join(RESERVED)}"
             )

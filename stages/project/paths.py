@@ -17,8 +17,13 @@ def model_folder(model: str) -> Path:
 
 
 def calibration_file(model: str) -> Path:
-    """The calibration sequences (`stages.project.schemas.CALIBRATION_TEXT`)."""
+    """The sequences that operators are solved from (`stages.project.schemas.CALIBRATION_TEXT`)."""
     return DATA / "text" / model / "calibration.parquet"
+
+
+def selection_file(model: str) -> Path:
+    """The calibration sequences that layers are selected from (`stages.project.schemas.CALIBRATION_TEXT`)."""
+    return DATA / "text" / model / "selection.parquet"
 
 
 def corpus_file(model: str, corpus: str) -> Path:

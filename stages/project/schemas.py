@@ -74,11 +74,18 @@ TOKENS = Column("tokens", pa.int64(), "number of tokens that the mean or the sum
 
 GRID = Schema((*ROW, Column("key", pa.string(), "the row's key in file names")))
 
-SEED = Column("seed", pa.int64(), "seed of the choice of calibration windows; null: the first in order", nullable=True)
+SEED = Column("seed", pa.int64(), "seed of the choice of windows; null: the first in order", nullable=True)
+CUT = Column("cut", pa.string(), "what was cut into windows: the `stream` of joined documents, or each of `documents`")
+DOCUMENT = Column(
+    "document", pa.int64(), "number of the window's document in the source, from 0; null in a stream", nullable=True
+)
+OFFSET = Column("offset", pa.int64(), "tokens of the document or stream before the window's")
 
-CALIBRATION_TEXT = Schema((MODEL, CORPUS, SOURCE, BOS, SEQLEN, SEED, CALIBRATION, SEQUENCE, INPUT_IDS))
+WINDOWS = (MODEL, CORPUS, SOURCE, BOS, CUT, SEQLEN, SEED)
 
-CORPUS_TEXT = Schema((MODEL, CORPUS, SOURCE, BOS, SEQLEN, SEQUENCE, INPUT_IDS))
+CALIBRATION_TEXT = Schema((*WINDOWS, CALIBRATION, SEQUENCE, DOCUMENT, OFFSET, INPUT_IDS))
+
+CORPUS_TEXT = Schema((*WINDOWS, SEQUENCE, DOCUMENT, OFFSET, INPUT_IDS))
 
 SCORE = Schema(
     (
@@ -89,6 +96,7 @@ SCORE = Schema(
         CORPUS,
         SOURCE,
         BOS,
+        CUT,
         SEED,
         Column("sequences", pa.int64(), "number of calibration sequences"),
         START,
@@ -145,7 +153,9 @@ EVAL_PPL = Schema(
         CORPUS,
         SOURCE,
         BOS,
+        CUT,
         SEQLEN,
+        SEED,
         Column("window", pa.int64(), "number of the window, from 0"),
         Column("tokens", pa.int64(), "number of predicted tokens in the window"),
         Column("nll", pa.float64(), "sum of the predicted tokens' negative log-likelihoods, nats"),
@@ -162,14 +172,15 @@ EVAL_ACC = Schema(
         BOUNDARY,
         OPTIONS,
         OPERATOR_DTYPE,
-        Column("task", pa.string(), "lm-evaluation-harness task"),
-        Column("version", pa.string(), "the task's version"),
+        Column("task", pa.string(), "lm-evaluation-harness task or group of tasks"),
+        Column("member", pa.string(), "the task that the question is of: the task itself, or a member of the group"),
+        Column("version", pa.string(), "the version of the task or group"),
         SOURCE,
-        Column("limit", pa.int64(), "at most this many questions were asked; null if all", nullable=True),
-        Column("available", pa.int64(), "questions in the evaluated split"),
+        Column("limit", pa.int64(), "most questions of each member that were asked; null if all", nullable=True),
+        Column("available", pa.int64(), "questions in the evaluated splits of all members"),
         Column("num_fewshot", pa.int64(), "solved examples before each question"),
         Column("batch_size", pa.int64(), "requests forwarded together"),
-        Column("question", pa.int64(), "number of the question in the split, from 0"),
+        Column("question", pa.int64(), "number of the question in the member's split, from 0"),
         Column("answer", pa.int64(), "index of the right choice"),
         Column("loglikelihoods", pa.list_(pa.float64()), "log-likelihood of every choice, nats, in the task's order"),
         Column("correct", pa.bool_(), "whether the most likely choice is the right one (the metric acc)"),

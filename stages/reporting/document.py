@@ -18,6 +18,7 @@ from stages.reporting.tables import (
     mean_accuracy,
     mean_nll,
     mean_perplexity,
+    questions_source,
     ratio,
     tasks_with,
 )
@@ -194,14 +195,15 @@ def _settings(results: Results, model: str) -> Iterable[str]:
     dense = Row(model)
     if model in results.scores:
         score = results.scores[model].iloc[0]
-        seed = (
-            "the first windows in order" if pd.isna(score["seed"]) else f"windows chosen with seed {score['seed']:.0f}"
-        )
+        seed = "the first ones in order" if pd.isna(score["seed"]) else f"chosen with seed {score['seed']:.0f}"
         yield (
-            f"Calibration: {score['sequences']:,} sequences x {score['seqlen']:,} tokens = {score['tokens']:,} tokens "
-            f"of {score['corpus']} ({score['source']}), {seed}, BOS {score['bos']}, {score['dtype']}; "
-            f"`{score['calibration']}`."
+            f"Calibration text: {score['corpus']} ({score['source']}), windows of {score['seqlen']:,} tokens cut from "
+            f"its {score['cut']}, {seed}, BOS {score['bos']}, {score['dtype']}. Layers selected from "
+            f"{score['sequences']:,} sequences, {score['tokens']:,} tokens: `{score['calibration']}`."
         )
+        solved = [frame.iloc[0] for row, frame in results.operators.items() if row.model == model and len(frame)]
+        for first in solved[:1]:
+            yield f"Operators solved from {first['tokens']:,} tokens: `{first['calibration']}`."
     yield from _operator_dtype(results, model)
     if results.corpora:
         yield _perplexity_settings(results.windows[dense])
@@ -234,9 +236,11 @@ def _perplexity_settings(windows: dict[str, pd.DataFrame]) -> str:
             "predicted tokens": [f"{frame['tokens'].sum():,}" for frame in windows.values()],
             "seqlen": [f"{row['seqlen']:,}" for row in first],
             "BOS": [row["bos"] for row in first],
+            "cut from": [row["cut"] for row in first],
+            "chosen by seed": ["-" if pd.isna(row["seed"]) else f"{row['seed']:.0f}" for row in first],
             "dtype": [row["dtype"] for row in first],
         },
-        text=["corpus", "source", "BOS", "dtype"],
+        text=["corpus", "source", "BOS", "cut from", "dtype"],
     )
 
 
@@ -245,7 +249,7 @@ def _accuracy_settings(questions: dict[str, pd.DataFrame]) -> str:
     return markdown.table(
         {
             "task": list(questions),
-            "source": [row["source"] for row in first],
+            "source": [questions_source(frame) for frame in questions.values()],
             "version": [row["version"] for row in first],
             "asked": [f"{len(frame):,}" for frame in questions.values()],
             "of": [f"{row['available']:,}" for row in first],

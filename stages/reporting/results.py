@@ -20,11 +20,11 @@ from stages.project import schemas
 from stages.project.artifacts import REMEDY, read_table
 from stages.project.errors import UserError
 from stages.project.keys import Row
-from stages.project.params import Params
 from stages.project.paths import accuracy_file, diagnostics_file, perplexity_file, score_file, select_file
+from stages.project.sections import Params
 
-SAME_WINDOWS = ["window", "tokens", "seqlen", "bos", "source"]
-SAME_QUESTIONS = ["question", "answer", "version", "source", "limit", "available", "num_fewshot"]
+SAME_WINDOWS = ["window", "tokens", "seqlen", "bos", "source", "cut", "seed"]
+SAME_QUESTIONS = ["member", "question", "answer", "version", "source", "limit", "available", "num_fewshot"]
 
 Tables = list[tuple[Path, pd.DataFrame]]
 
@@ -79,6 +79,7 @@ def read(params: Params) -> Results:
 
 
 def _read_model(results: Results, model: str, criteria: Sequence[str]) -> None:
+    selected: Tables = []
     calibrated: Tables = []
     evaluated: Tables = []
     if results.numbers:
@@ -86,7 +87,7 @@ def _read_model(results: Results, model: str, criteria: Sequence[str]) -> None:
         scores = _read(results, path, schemas.SCORE, {"model": model})
         _require_finite(path, scores, "cosine")
         results.scores[model] = scores
-        calibrated.append((path, scores))
+        selected.append((path, scores))
     for n in results.numbers:
         for criterion in criteria:
             row = Row(model, criterion, n)
@@ -94,7 +95,7 @@ def _read_model(results: Results, model: str, criteria: Sequence[str]) -> None:
             selection = _read(results, path, schemas.SELECT, {"model": model, "criterion": criterion, "n": n})
             results.selections[row] = _layers(path, selection, n, of=int(results.scores[model]["end"].max()))
             results.criterion_options[row] = selection["criterion_options"].iloc[0]
-            calibrated.append((path, selection))
+            selected.append((path, selection))
     for row in (row for row in results.rows if row.model == model):
         tables = _read_evaluations(results, row)
         evaluated += tables
@@ -102,8 +103,9 @@ def _read_model(results: Results, model: str, criteria: Sequence[str]) -> None:
             path = diagnostics_file(row)
             results.operators[row] = _read(results, path, schemas.SOLVE, row.columns())
             calibrated += [*tables, (path, results.operators[row])]
+    _require_same("calibration", selected)
     _require_same("calibration", calibrated)
-    _require_same("dtype", calibrated + evaluated)
+    _require_same("dtype", selected + calibrated + evaluated)
     _require_same("operator_dtype", [(path, frame.dropna(subset="operator_dtype")) for path, frame in evaluated])
     for corpus in results.corpora:
         parts = [(path, frame[frame["corpus"] == corpus]) for path, frame in evaluated if "corpus" in frame]
@@ -130,7 +132,8 @@ def _read_evaluations(results: Results, row: Row) -> Tables:
     results.questions[row] = {}
     for task in results.tasks:
         path = accuracy_file(row, task)
-        questions = _read(results, path, schemas.EVAL_ACC, {**row.columns(), "task": task}).sort_values("question")
+        questions = _read(results, path, schemas.EVAL_ACC, {**row.columns(), "task": task})
+        questions = questions.sort_values(["member", "question"])
         if questions.empty:
             raise UserError(f"{path}: holds no question; {REMEDY}")
         if questions["correct_norm"].isna().nunique() > 1:

@@ -125,16 +125,17 @@ def perplexity_table(results: Results) -> pd.DataFrame:
                     "retained": perplexity(dense.value - nll.value),
                     "windows": len(frame),
                     "tokens": frame["tokens"].sum(),
-                    **{name: frame[name].iloc[0] for name in ("seqlen", "bos", "source", "dtype", "calibration")},
+                    **{name: frame[name].iloc[0] for name in WINDOW_SETTINGS},
                     **{name: frame[name].iloc[0] for name in ("parameters", "operator_parameters")},
                 }
             )
-    return pd.DataFrame(records, columns=PERPLEXITY_COLUMNS)
+    return pd.DataFrame(records, columns=PERPLEXITY_COLUMNS).astype({"seed": "Int64"})
 
 
+WINDOW_SETTINGS = ("seqlen", "bos", "cut", "seed", "source", "dtype", "calibration")
 PERPLEXITY_COLUMNS = [
     *("model", "criterion", "n", "operator", "corpus", "perplexity", "nll", "nll_stderr", "retained", "windows"),
-    *("tokens", "seqlen", "bos", "source", "dtype", "calibration", "parameters", "operator_parameters"),
+    *("tokens", *WINDOW_SETTINGS, "parameters", "operator_parameters"),
 ]
 
 
@@ -152,15 +153,22 @@ def accuracy_table(results: Results) -> pd.DataFrame:
                 if task in tasks_with(results, metric):
                     estimate = accuracy(results, row, task, metric)
                     record |= {metric: estimate.value, f"{metric}_stderr": estimate.error}
-            copied = ("available", "limit", "version", "source", "num_fewshot", "dtype", "calibration")
-            records.append({**record, **{name: frame[name].iloc[0] for name in copied}})
+            copied = {name: frame[name].iloc[0] for name in QUESTION_SETTINGS}
+            records.append({**record, **copied, "source": questions_source(frame)})
     table = pd.DataFrame(records, columns=ACCURACY_COLUMNS)
     return table.astype({"limit": "Int64"})
 
 
+def questions_source(frame: pd.DataFrame) -> str:
+    """Where a task's questions come from; of a group, the first member's and how many more there are."""
+    first, *others = frame["source"].unique()
+    return f"{first} and {len(others)} more" if others else str(first)
+
+
+QUESTION_SETTINGS = (*("available", "limit", "version", "source", "num_fewshot", "batch_size", "dtype", "calibration"),)
 ACCURACY_COLUMNS = [
     *("model", "criterion", "n", "operator", "task", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "questions"),
-    *("available", "limit", "version", "source", "num_fewshot", "dtype", "calibration"),
+    *QUESTION_SETTINGS,
 ]
 
 
