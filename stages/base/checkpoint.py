@@ -119,7 +119,9 @@ def check_device_map(devices: DeviceMap, config: PreTrainedConfig, trust_remote_
     placed = {name: device for module, device in devices.items() for name in parameters if covers(module, name)}
     missing = [name for name in parameters if name not in placed]
     if missing:
-        raise UserError(f"GHOSTED_DEVICE_MAP: has no device for {missing[0]} of {where} ({len(missing)} like it)")
+        raise UserError(
+            f"GHOSTED_DEVICE_MAP: has no device for {len(missing)} parameters of {where}, first {missing[0]}"
+        )
     for tied, source in model.all_tied_weights_keys.items():
         if (placed[tied] == DISK) != (placed[source] == DISK):
             raise UserError(f"GHOSTED_DEVICE_MAP: {tied} and {source} are one weight: both on disk, or neither")
