@@ -7,7 +7,13 @@ from pathlib import Path
 
 # Downloads stay in the project's folder, unless the user says where theirs are. Read when the libraries are imported.
 if not {"HF_HOME", "XDG_CACHE_HOME"} & set(os.environ):
-    for name, folder in (("HF_HUB_CACHE", "hub"), ("HF_DATASETS_CACHE", "datasets"), ("HF_MODULES_CACHE", "modules")):
+    for name, folder in {
+        "HF_HUB_CACHE": "hub",
+        "HF_DATASETS_CACHE": "datasets",
+        "HF_MODULES_CACHE": "modules",
+        "HF_XET_CACHE": "xet",
+        "HF_ASSETS_CACHE": "assets",
+    }.items():
         os.environ.setdefault(name, str(Path(f"data/.cache/huggingface/{folder}").absolute()))
 
 # Progress bars, ours and the libraries', are for somebody who watches. tqdm reads this once, when it is imported.

@@ -1,6 +1,6 @@
 """Answers of a model that outlive a killed evaluation.
 
-Requests are asked in parts, each kept as a file when it is answered. The folder of the parts is named by everything
+Requests are asked in batches, each kept as a file when it is answered. The folder is named by everything
 that the answers depend on, so that no two models, settings or versions of the code share one. (The harness' own request
 cache does not know which model answered, and pickles.)
 """
@@ -21,9 +21,6 @@ from stages.project.paths import DATA
 
 ANSWERS = DATA / ".cache/answers"
 CODE = Path(__file__).parent
-BATCHES = 8
-"""Batches in one part."""
-
 Answer = tuple[float, bool]
 """Log-likelihood of a choice, nats, and whether greedy decoding would give it."""
 
@@ -40,21 +37,21 @@ def resumable(
 ) -> list[Answer]:
     """The answers of ``ask`` to `requests` (``lm_eval.api.instance.Instance``), in their order.
 
-    Only parts without a file in `folder` are asked. A part holds whole questions of similar length, and its batches of
-    `batch_size` are the same whether an earlier part was answered now or before: resuming changes no bit. Raises
+    Only batches without a file in `folder` are asked. They are the same whether an earlier one was answered now or
+    before: resuming changes no bit. Raises
     UserError naming the question when a log-likelihood is not finite.
     """
     texts = json.dumps([batch_size, *(list(map(str, request.args)) for request in requests)])
     folder = folder / hashlib.sha256(texts.encode()).hexdigest()
     answers: list[Answer | None] = [None] * len(requests)
-    for number, part in enumerate(tqdm(parts(requests, BATCHES * batch_size), desc="questions", leave=False)):
+    for number, batch in enumerate(tqdm(batches(requests, batch_size), desc="batches", leave=False)):
         file = folder / f"{number}.json"
         if not file.exists():
-            asked = [requests[index] for index in part]
+            asked = [requests[index] for index in batch]
             found = ask(asked)
             require_finite(asked, found)
             write_json(file, {"answers": [[float(value), bool(greedy)] for value, greedy in found]})
-        for index, (value, greedy) in zip(part, read_json(file)["answers"], strict=True):
+        for index, (value, greedy) in zip(batch, read_json(file)["answers"], strict=True):
             answers[index] = (value, greedy)
     assert None not in answers
     return [answer for answer in answers if answer is not None]
@@ -70,8 +67,12 @@ def require_finite(requests: Sequence[Any], answers: Sequence[Answer]) -> None:
             )
 
 
-def parts(requests: Sequence[Any], size: int) -> list[list[int]]:
-    """Indices of `requests` in parts of at least `size`, the last one aside: questions stay whole, longest first."""
+def batches(requests: Sequence[Any], size: int) -> list[list[int]]:
+    """Indices of `requests` in batches of at most `size`, the longest first.
+
+    Questions stay whole, as the harness forwards a context once for all choices of one token; one with more choices
+    than `size` is a batch of its own, which the harness splits.
+    """
     questions = [
         [index for index, _ in question]
         for _, question in groupby(enumerate(requests), lambda item: (item[1].task_name, item[1].doc_id))
@@ -79,7 +80,7 @@ def parts(requests: Sequence[Any], size: int) -> list[list[int]]:
     questions.sort(key=lambda question: -max(sum(map(len, requests[index].args)) for index in question))
     found: list[list[int]] = []
     for question in questions:
-        if found and len(found[-1]) < size:
+        if found and len(found[-1]) + len(question) <= size:
             found[-1] += question
         else:
             found.append(list(question))

@@ -64,6 +64,8 @@ def _texts(corpus: Corpus, where: str) -> Iterator[str]:
         found_at = str(corpus.path)
         if not Path(found_at).exists():
             raise UserError(f"{where}.path = {corpus.path}: no such file or folder")
+        if corpus.split is not None and not Path(found_at).is_dir():
+            raise UserError(f"{where}.path = {corpus.path}: with `split`, must be a data set's folder")
     if corpus.split is None:
         yield from _plain_texts(Path(found_at), corpus)
         return

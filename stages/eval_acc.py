@@ -39,6 +39,7 @@ def main() -> None:
     tokenizer = load_tokenizer(row.model, source.trust_remote_code)
     wanted = settings.eval_acc
     identity = {
+        "task": given.task,
         "model": read_json(model_folder(row.model) / SOURCE),
         "adapter": adapter_hashes(row),
         "dtype": source.dtype,

@@ -70,27 +70,30 @@ def data_sets_from(place: Callable[[str, str | None, str], str], where: str) -> 
 
     class Splits(datasets.DatasetDict):  # type: ignore[misc]  # has no types
         def __missing__(self, split: str) -> datasets.Dataset:
-            absent.append(f"{split} (there: {', '.join(self)})")
-            self[split] = next(iter(self.values())).select([])
-            return self[split]
+            return next(iter(self.values())).select([])
 
     recorded: DataSets = {}
-    absent: list[str] = []
+    places: list[str] = []
     from_library = datasets.load_dataset
 
     def load(path: str, name: str | None = None, **options: Any) -> Any:
         given = {key: value for key, value in options.items() if value is not None}
         if given:
             raise UserError(f"{where}: data set {path} is loaded with {given}; only name and config are supported")
-        if Path(path).is_absolute():
-            raise UserError(f"{where}: dataset_path {path} must be a Hub id, or a folder relative to the project's")
+        if Path(path).is_absolute() or ".." in Path(path).parts:
+            raise UserError(
+                f"{where}: dataset_path {path} must be a Hub id, or a folder in the project's, relative to it"
+            )
         found_at = place(path, name, where)
         try:
             with patch.object(datasets, "load_dataset", from_library):
                 splits = Splits(hub.load(found_at, name=name))
+                there = ", ".join(splits)
         except Exception as error:
             # The library and those below it raise many types.
             raise hub.unloadable(where, path, name, found_at, error) from error
+        looked = f"folder {found_at}" if Path(found_at).is_dir() else "the Hub"
+        places.append(f"data set {path}, config {name or 'default'}, from {looked}, with the splits {there}")
         recorded[path, name] = LoadedDataSet(splits)
         return splits
 
@@ -98,9 +101,7 @@ def data_sets_from(place: Callable[[str, str | None, str], str], where: str) -> 
         try:
             yield recorded
         except UserError as error:
-            if not absent:
-                raise
-            raise UserError(f"{error}; splits that were asked for and are not there: {'; '.join(absent)}") from error
+            raise UserError(f"{error} ({'; '.join(places)})" if places else str(error)) from error
 
 
 def build(name: str, definitions: Path, where: str) -> tuple[dict[str, Any], str]:

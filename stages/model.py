@@ -39,7 +39,9 @@ def main() -> None:
 
 def check_hub_model(name: str, revision: str | None, trust_remote_code: bool, where: str) -> None:
     """Raise UserError unless a model of the Hub can be had at its commit, and is of a supported architecture."""
-    config = from_pretrained(AutoConfig, name, name, revision=revision, trust_remote_code=trust_remote_code)
+    config = from_pretrained(
+        AutoConfig, name, f"{where}.id = {name}", revision=revision, trust_remote_code=trust_remote_code
+    )
     check_architecture(config, where)
 
 

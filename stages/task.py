@@ -33,6 +33,9 @@ from stages.project.artifacts import write_json, writing
 from stages.project.errors import UserError, run
 from stages.project.paths import task_folder
 
+WATCHED = (Path("stages/tasks"), Path("data/local"))
+"""Folders among the stage's dependencies in dvc.yaml."""
+
 
 def main() -> None:
     """Run the stage for one task."""
@@ -59,6 +62,8 @@ def copy_definition(file: Path, name: str, folder: Path, where: str) -> None:
     """
     if not file.is_file():
         raise UserError(f"{where}.file = {file}: no such file")
+    if not any(file.resolve().is_relative_to(watched.resolve()) for watched in WATCHED):
+        raise UserError(f"{where}.file = {file}: must lie below {' or '.join(map(str, WATCHED))}, which DVC watches")
     definition, _ = read_definition(file, where)
     if definition.get("task") != name:
         raise UserError(f"{where}: {file} must define `task: {name}`")
@@ -177,7 +182,8 @@ def write_data_set(folder: Path, data_set: str, config: str | None, loaded: Load
     configs = home / (config or "default")
     configs.mkdir(parents=True)
     files = []
-    for split in sorted(loaded.evaluated):
+    # One of which nothing is evaluated is read by a function of the definition.
+    for split in sorted(loaded.evaluated or set(map(str, loaded.splits))):
         loaded.splits[split].to_parquet(configs / f"{split}.parquet")
         files.append({"split": split, "path": f"{configs.name}/{split}.parquet"})
     readme = home / "README.md"

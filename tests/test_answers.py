@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stages import answers
-from stages.answers import BATCHES, answers_folder, parts, resumable
+from stages.answers import answers_folder, batches, resumable
 
 
 @dataclass(frozen=True)
@@ -50,42 +50,41 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_parts_hold_whole_questions_of_similar_length() -> None:
+def test_batches_hold_whole_questions_longest_first() -> None:
     asked = requests(50)
-    found = parts(asked, 16)
-    assert sorted(index for part in found for index in part) == list(range(150))
-    assert all(16 <= len(part) < 16 + 3 for part in found[:-1])
-    lengths = [[len(asked[index].args[0]) for index in part] for part in found]
-    flat = [length for part in lengths for length in part]
+    found = batches(asked, 16)
+    assert sorted(index for batch in found for index in batch) == list(range(150))
+    assert {len(batch) for batch in found[:-1]} == {15}
+    flat = [len(asked[index].args[0]) for batch in found for index in batch]
     assert flat == sorted(flat, reverse=True)
-    of = [{asked[index].doc_id for index in part} for part in found]
-    assert sum(map(len, of)) == 50, "a question is in two parts"
+    of = [{asked[index].doc_id for index in batch} for batch in found]
+    assert sum(map(len, of)) == 50, "a question is in two batches"
+    assert {len(batch) for batch in batches(asked, 2)} == {3}
 
 
 def test_the_same_number_in_two_tasks_is_two_questions() -> None:
     asked = [Request("a", 0, ("x", "y")), Request("b", 0, ("x", "y"))]
-    assert parts(asked, 1) == [[0], [1]]
+    assert batches(asked, 1) == [[0], [1]]
 
 
 @pytest.mark.parametrize("calls", range(5))
-def test_a_killed_evaluation_asks_the_same_parts_that_were_left(calls: int) -> None:
+def test_a_killed_evaluation_asks_the_same_batches_that_were_left(calls: int) -> None:
     asked, folder = requests(40), answers_folder({"model": "m"})
     whole = Model()
-    expected = resumable(whole, asked, 2, answers_folder({"model": "another"}))
+    expected = resumable(whole, asked, 6, answers_folder({"model": "another"}))
     assert expected == Model()(asked)
-    assert len(whole.asked) > 5
-    assert {len(part) for part in whole.asked[:-1]} <= {2 * BATCHES, 2 * BATCHES + 1, 2 * BATCHES + 2}
+    assert len(whole.asked) == 20
     killed, resumed = Model(calls), Model()
     with pytest.raises(KeyboardInterrupt):
-        resumable(killed, asked, 2, folder)
-    assert resumable(resumed, asked, 2, folder) == expected
+        resumable(killed, asked, 6, folder)
+    assert resumable(resumed, asked, 6, folder) == expected
     assert killed.asked + resumed.asked == whole.asked
 
 
 def test_answers_are_kept_to_the_last_bit() -> None:
     asked, folder = requests(3), answers_folder({})
     values = {request: (-1 / (3 + index), True) for index, request in enumerate(asked)}
-    assert resumable(lambda part: [values[request] for request in part], asked, 8, folder) == [*values.values()]
+    assert resumable(lambda batch: [values[request] for request in batch], asked, 8, folder) == [*values.values()]
     assert resumable(lambda _: pytest.fail("asked again"), asked, 8, folder) == [*values.values()]
 
 
@@ -118,12 +117,12 @@ def test_other_prompts_batches_and_code_share_nothing(monkeypatch: pytest.Monkey
     assert len(folders) == 4
 
 
-def test_a_half_written_part_is_asked_again() -> None:
+def test_a_half_written_batch_is_asked_again() -> None:
     asked, folder = requests(5), answers_folder({})
-    expected = resumable(Model(), asked, 4, folder)
+    expected = resumable(Model(), asked, 16, folder)
     (file,) = folder.rglob("0.json")
     assert len(json.loads(file.read_text())["answers"]) == 15
     file.rename(file.with_suffix(".partial"))
     again = Model()
-    assert resumable(again, asked, 4, folder) == expected
+    assert resumable(again, asked, 16, folder) == expected
     assert len(again.asked) == 1

@@ -11,6 +11,7 @@ import lm_eval.evaluator
 import pandas as pd
 import pytest
 import torch
+from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -286,7 +287,6 @@ def test_a_killed_evaluation_ends_with_the_same_answers(project, run_stage, monk
         return forward(self, *arguments, **named)
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", counted)
-    monkeypatch.setattr(answers, "BATCHES", 1)
     text = (project / "params.yaml").read_text(encoding="utf-8")
     (project / "params.yaml").write_text(text.replace("batch_size: 16", "batch_size: 2"), encoding="utf-8")
     arguments, file = ("--model", "smollm2", "--task", "piqa"), Path("data/eval_acc/smollm2-dense-piqa.parquet")
@@ -305,3 +305,53 @@ def test_a_killed_evaluation_ends_with_the_same_answers(project, run_stage, monk
     assert file.read_bytes() == expected
     assert len(forwards) == whole + 1
     assert not list(answers.ANSWERS.iterdir())
+
+
+@pytest.mark.parametrize("changed", ["model", "adapter", "dtype", "task"])
+def test_a_killed_evaluation_leaves_no_answers_to_another(project, run_stage, monkeypatch, changed):
+    """Whatever the answers depend on: changed between the kill and the next start, all questions are asked."""
+    asked, ask = [], HFLM.loglikelihood
+
+    def counted(self, requests, **named):
+        if len(asked) == stop_at:
+            raise KeyboardInterrupt
+        asked.append(requests)
+        return ask(self, requests, **named)
+
+    monkeypatch.setattr(HFLM, "loglikelihood", counted)
+    adapter = project / "data/patch/smollm2-streamline-7-ghost/adapter.json"
+    adapter.write_text("{}", encoding="utf-8")
+    settings = (project / "params.yaml").read_text(encoding="utf-8").replace("batch_size: 16", "batch_size: 2")
+    (project / "params.yaml").write_text(settings, encoding="utf-8")
+    row = ("--model", "smollm2", "--criterion", "streamline", "--n", "7", "--operator", "ghost")
+    stop_at = 2
+    with pytest.raises(KeyboardInterrupt):
+        run_stage(*row, "--task", "piqa")
+    kept = set(answers.ANSWERS.rglob("*.json"))
+    assert len(kept) == 2
+    asked.clear()
+    stop_at = -1
+    task_name = "piqa"
+    if changed == "model":
+        (project / "data/model/smollm2" / checkpoint.SOURCE).write_text('{"kind": "path"}', encoding="utf-8")
+    elif changed == "adapter":
+        adapter.write_text('{"another": 1}', encoding="utf-8")
+    elif changed == "dtype":
+        (project / "params.yaml").write_text(settings.replace("dtype: float32", "dtype: bfloat16"), encoding="utf-8")
+    else:
+        task_name = "openbookqa"
+    run_stage(*row, "--task", task_name)
+    assert sum(map(len, asked)) == {"piqa": 5 * 2, "openbookqa": 3 * 4}[task_name]
+    assert kept <= set(answers.ANSWERS.rglob("*.json"))
+
+
+@pytest.mark.usefixtures("project")
+def test_log_probabilities_of_a_half_precision_model_are_not_rounded(model, tokenizer):
+    half = LlamaForCausalLM(model.config).eval()
+    half.load_state_dict(model.state_dict())
+    half = half.to(torch.bfloat16)
+    found = eval_acc.answers(prepared("piqa")[0], half, tokenizer, None, 1, Path("answers"))
+    for line, values in zip(LINES["piqa"], found["loglikelihoods"], strict=True):
+        context, choices, _ = prompts("piqa", line)
+        expected = [naive_loglikelihood(half, tokenizer, context, f" {choice}") for choice in choices]
+        assert values == pytest.approx(expected, abs=1e-4)

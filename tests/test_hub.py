@@ -53,6 +53,12 @@ def test_a_folder_laid_out_like_a_data_set(mirror: Path, monkeypatch: pytest.Mon
     assert local.source == f"{mirror}/team/texts first test"
 
 
+def test_a_data_set_that_is_a_file(mirror: Path) -> None:
+    file = mirror / "team/texts/first/test.parquet"
+    with pytest.raises(UserError, match="corpora.c.path = .*test.parquet: with `split`, must be a data set's folder"):
+        documents(corpus(id=None, revision=None, path=str(file)), "corpora.c")
+
+
 def test_what_the_mirror_lacks_is_named(mirror: Path) -> None:
     place = rf"its folder in the mirror \(GHOSTED_MIRROR\), {mirror}/team/none, is not there"
     with pytest.raises(UserError, match=f"corpora.c.id: data set team/none, config first: {place}"):
@@ -96,6 +102,7 @@ def test_without_a_mirror_the_hub_is_asked(monkeypatch: pytest.MonkeyPatch, end:
     [
         ({"revision": None}, "`revision` goes with `id`"),
         ({"revision": "main"}, "neither a commit of 40 hex digits nor refs/convert/parquet"),
+        ({"id": None, "revision": None, "path": ""}, "at least 1 character"),
         ({"path": "p"}, "exactly one of `path` and `id`"),
         ({"id": None, "revision": None}, "exactly one of `path` and `id`"),
         ({"format": "text"}, "either `format` .* or `split`"),

@@ -61,7 +61,7 @@ def test_a_model_of_the_hub_at_its_commit(project: Path) -> None:
     shutil.rmtree(project / "data/model")
     done = run(project, "model")
     assert done.returncode == 2
-    assert done.stderr.startswith("error: team/tiny: cannot be loaded: ")
+    assert done.stderr.startswith("error: params.yaml: models.tiny.id = team/tiny: cannot be loaded: ")
     assert "Traceback" not in done.stderr
 
 

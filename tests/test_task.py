@@ -50,6 +50,7 @@ COPA_FEATURES = {
     "idx": Value("int32"),
     "label": ClassLabel(names=["choice1", "choice2"]),
 }
+LOCAL = Path("data/local")
 EXAM = [{"question": f"Q{number}", **dict(zip("ABCD", "wxyz", strict=True)), "answer": "C"} for number in range(2)]
 TASK_MANAGER = lm_eval.tasks.TaskManager
 EXAMS = ("Biology", "IslamicStudies", "Physics", "Science", "Social")
@@ -62,6 +63,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     settings = yaml.safe_load((SOURCE / "profiles/embedded.yaml").read_text(encoding="utf-8"))
     (tmp_path / "params.yaml").write_text(yaml.safe_dump({**settings, "tasks": {}}), encoding="utf-8")
+    (tmp_path / LOCAL).mkdir(parents=True)
     mirror = tmp_path / "mirror"
     write_data_set(mirror, "allenai/ai2_arc", {"test": ARC, "validation": ARC[:1]}, "ARC-Easy")
     write_data_set(mirror, "aps/super_glue", {"validation": COPA}, "copa", COPA_FEATURES)
@@ -224,9 +226,13 @@ DEFINITION = {
     [
         ({"metric_list": [{"metric": "f1", "aggregation": "f1", "higher_is_better": True}]}, "has no metric `acc`"),
         ({"doc_to_target": [0, 1]}, "have several right answers each"),
-        ({"test_split": "dev"}, "cannot be built: .*; splits that .* are not there: train .*dev .there: test"),
+        (
+            {"test_split": "dev"},
+            "cannot be built: .*data set local/pets, config default, from folder local/pets, with the splits test",
+        ),
         ({"dataset_kwargs": {"data_dir": "x"}}, "is loaded with {'data_dir': 'x'}; only name and config"),
-        ({"dataset_path": "/local/pets"}, "dataset_path /local/pets must be a Hub id, or a folder relative"),
+        ({"dataset_path": "/local/pets"}, "dataset_path /local/pets must be a Hub id, or a folder in"),
+        ({"dataset_path": "local/../pets"}, "must be a Hub id, or a folder in"),
         ({"task": "dogs"}, "must define `task: pets`"),
     ],
 )
@@ -234,21 +240,21 @@ def test_a_task_file_that_is_not_supported(
     project: Path, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_data_set(project, "local/pets", {"test": [{"question": "Which?"}]})
-    (project / "pets.yaml").write_text(yaml.safe_dump({**DEFINITION, **changes}), encoding="utf-8")
-    own(project, "pets", "pets.yaml")
+    (project / LOCAL / "pets.yaml").write_text(yaml.safe_dump({**DEFINITION, **changes}), encoding="utf-8")
+    own(project, "pets", "data/local/pets.yaml")
     with pytest.raises(UserError, match=f"params.yaml: tasks.pets: .*{message}"):
         prepare(monkeypatch, "pets")
 
 
 def test_a_task_file_with_what_it_needs(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_data_set(project, "local/pets", {"test": [{"question": "Which?"}]})
-    home = project / "definitions"
+    home = project / LOCAL / "definitions"
     home.mkdir()
     (home / "common_yaml").write_text(yaml.safe_dump({**DEFINITION, "doc_to_text": "no"}), encoding="utf-8")
     (home / "words.py").write_text("def ask(doc):\n    return doc['question'] + ' Say:'\n", encoding="utf-8")
     (home / "pets.yaml").write_text("include: common_yaml\ntask: pets\ndoc_to_text: !function words.ask\n")
     (home / "other.yaml").write_text("task: other\n")
-    own(project, "pets", "definitions/pets.yaml")
+    own(project, "pets", "data/local/definitions/pets.yaml")
     prepare(monkeypatch, "pets")
     copied = {file.name for file in (task_folder("pets") / harness.DEFINITION).iterdir()}
     assert copied == {"pets.yaml", "common_yaml", "words.py"}
@@ -259,10 +265,30 @@ def test_a_task_file_with_what_it_needs(project: Path, monkeypatch: pytest.Monke
     assert (origin["official"], origin["version"]) == (None, "7")
 
 
+def test_a_task_file_that_dvc_would_not_watch(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project / "pets.yaml").write_text("task: pets\n", encoding="utf-8")
+    own(project, "pets", "pets.yaml")
+    with pytest.raises(UserError, match="tasks.pets.file = pets.yaml: must lie below stages/tasks or data/local"):
+        prepare(monkeypatch, "pets")
+
+
+def test_a_data_set_that_only_a_function_reads(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("pets", "names"):
+        write_data_set(project, f"local/{name}", {"test": [{"question": f"Which {name}?"}]})
+    code = "import datasets\ndef ask(doc):\n    return datasets.load_dataset('local/names')['test'][0]['question']\n"
+    (project / LOCAL / "words.py").write_text(code, encoding="utf-8")
+    content = yaml.safe_dump({name: value for name, value in DEFINITION.items() if name != "doc_to_text"})
+    (project / LOCAL / "pets.yaml").write_text(f"{content}doc_to_text: !function words.ask\n", encoding="utf-8")
+    own(project, "pets", "data/local/pets.yaml")
+    prepare(monkeypatch, "pets")
+    assert (task_folder("pets") / QUESTIONS / "local/names/default/test.parquet").exists()
+    assert prepared("pets")[1]["members"]["pets"]["data_set"] == "local/pets"
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("include: ../pets.yaml", "which is not in definitions"),
+        ("include: ../pets.yaml", "which is not in data/local/definitions"),
         ("include: none", "none cannot be read"),
         ("include: a", "cannot be built"),
     ],
@@ -270,12 +296,12 @@ def test_a_task_file_with_what_it_needs(project: Path, monkeypatch: pytest.Monke
 def test_includes_of_a_task_file_that_lead_astray(
     project: Path, content: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (project / "definitions").mkdir()
+    (project / LOCAL / "definitions").mkdir()
     for name, text in (("a", f"{content}\ntask: pets\n"), ("b", "task: pets\n")):
-        (project / "definitions" / name).write_text(text, encoding="utf-8")
-    (project / "definitions/pets.yaml").write_text("include: [a, b]\ntask: pets\n", encoding="utf-8")
-    (project / "pets.yaml").write_text("task: pets\n", encoding="utf-8")
-    own(project, "pets", "definitions/pets.yaml")
+        (project / LOCAL / "definitions" / name).write_text(text, encoding="utf-8")
+    (project / LOCAL / "definitions/pets.yaml").write_text("include: [a, b]\ntask: pets\n", encoding="utf-8")
+    (project / LOCAL / "pets.yaml").write_text("task: pets\n", encoding="utf-8")
+    own(project, "pets", "data/local/definitions/pets.yaml")
     with pytest.raises(UserError, match=message):
         prepare(monkeypatch, "pets")
 
@@ -287,8 +313,8 @@ def test_a_broken_task_file_is_named(
     project: Path, content: str | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if content is not None:
-        (project / "pets.yaml").write_text(content, encoding="utf-8")
-    own(project, "pets", "pets.yaml")
+        (project / LOCAL / "pets.yaml").write_text(content, encoding="utf-8")
+    own(project, "pets", "data/local/pets.yaml")
     with pytest.raises(UserError, match=f"params.yaml: tasks.pets.*pets.yaml.*{message}"):
         prepare(monkeypatch, "pets")
 

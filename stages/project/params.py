@@ -21,11 +21,11 @@ from stages.project.sections import Params
 
 PARAMS = Path("params.yaml")
 ROOT = Path(__file__).parents[1]
-SLUG = re.compile(r"[a-z0-9][a-z0-9_]*(-[a-z0-9_]+)*")
+SLUG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_]*(-[A-Za-z0-9_]+)*")
 """Names of files and of keys that DVC looks up, where a dot would lead into a section."""
 RESERVED = ("calibration", "selection", "perplexity", "mean")
 """Names that no corpus may have: other files in its folder, and the average in the tables."""
-SLUG_RULE = "use lower-case letters, digits, `_` and `-`"
+SLUG_RULE = "use letters, digits, `_` and `-`"
 
 
 def load(path: Path = PARAMS) -> Params:

@@ -61,7 +61,7 @@ class Corpus(Section):
     windows: the `stream` of all documents joined, or each of the `documents` that is long enough for one.
     """
 
-    path: str | None = None
+    path: str | None = Field(default=None, min_length=1)
     id: str | None = None
     revision: str | None = None
     config: str | None = None
