@@ -6,6 +6,7 @@ Killed and started again, it goes on where it was.
 
 import logging
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,8 +99,8 @@ def answers(
     logger.setLevel(level)
     # It takes the device of the first parameter, which a device map may keep on disk.
     wrapped._device = input_device(model)
-    ask = partial(wrapped.loglikelihood, disable_tqdm=True)
-    wrapped.loglikelihood = partial(resumable, ask, batch_size=batch_size, folder=folder)
+    ask = partial(wrapped.loglikelihood, disable_tqdm=not sys.stderr.isatty())
+    wrapped.loglikelihood = partial(resumable, wrapped, ask, batch_size=batch_size, folder=folder)
     samples = evaluate(wrapped, {"tasks": tasks}, limit=limit, bootstrap_iters=0)["samples"]
     return pd.DataFrame([_answer(task, name, sample) for name, task in tasks.items() for sample in samples[name]])
 

@@ -1,6 +1,6 @@
 """A killed evaluation goes on where it was, and shares no answers with another."""
 
-import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from stages import answers
-from stages.answers import answers_folder, batches, resumable
+from stages.answers import answers_folder, resumable
+from stages.project.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -30,19 +31,39 @@ def requests(questions: int, choices: int = 3) -> list[Request]:
     ]
 
 
+def value(texts: tuple[str, str]) -> float:
+    """A log-likelihood that the texts determine, with digits to the last bit."""
+    return -len(texts[0]) - 1 / (3 + sum(map(ord, texts[1])))
+
+
 class Model:
-    """Answers with a number that every request determines; stops after some calls."""
+    """What is used of the harness' model: asks the longest first, in batches; stops in a call, or in an answer."""
 
-    def __init__(self, calls: int | None = None):
-        self.left = calls
-        self.asked: list[list[Request]] = []
+    def __init__(self, calls: int | None = None, answers: int | None = None, value: Callable[..., float] = value):
+        self._calls, self._answers, self._value = calls, answers, value
+        self.asked: list[list[tuple[str, str]]] = []
 
-    def __call__(self, asked: list[Request]) -> list[tuple[float, bool]]:
-        if self.left == 0:
+    def set_cache_hook(self, hook: Any) -> None:
+        self._hook = hook
+
+    def _model_call(self, batch: list[tuple[str, str]]) -> list[float]:
+        if len(self.asked) == self._calls:
             raise KeyboardInterrupt
-        self.left = None if self.left is None else self.left - 1
-        self.asked.append(asked)
-        return [(-len(request.args[0]) - request.doc_id / 7, request.doc_id % 2 == 0) for request in asked]
+        self.asked.append(batch)
+        return [self._value(texts) for texts in batch]
+
+    def loglikelihood(self, requests: list[Request]) -> None:
+        texts = sorted((request.args for request in requests), key=lambda pair: (-len(pair[0]), pair))
+        for start in range(0, len(texts), 4):
+            batch = texts[start : start + 4]
+            for number, found in enumerate(self._model_call(batch)):
+                if len(self.asked) == self._calls and number == self._answers:
+                    raise KeyboardInterrupt
+                self._hook.add_partial("loglikelihood", batch[number], (found, number % 2 == 0))
+
+
+def ask(model: Model, asked: list[Request], folder: Path, batch_size: int = 4) -> list[tuple[float, bool]]:
+    return resumable(model, model.loglikelihood, asked, batch_size, folder)
 
 
 @pytest.fixture(autouse=True)
@@ -50,59 +71,56 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_batches_hold_whole_questions_longest_first() -> None:
-    asked = requests(50)
-    found = batches(asked, 16)
-    assert sorted(index for batch in found for index in batch) == list(range(150))
-    assert {len(batch) for batch in found[:-1]} == {15}
-    flat = [len(asked[index].args[0]) for batch in found for index in batch]
-    assert flat == sorted(flat, reverse=True)
-    of = [{asked[index].doc_id for index in batch} for batch in found]
-    assert sum(map(len, of)) == 50, "a question is in two batches"
-    assert {len(batch) for batch in batches(asked, 2)} == {3}
-
-
-def test_the_same_number_in_two_tasks_is_two_questions() -> None:
-    asked = [Request("a", 0, ("x", "y")), Request("b", 0, ("x", "y"))]
-    assert batches(asked, 1) == [[0], [1]]
-
-
-@pytest.mark.parametrize("calls", range(5))
-def test_a_killed_evaluation_asks_the_same_batches_that_were_left(calls: int) -> None:
+@pytest.mark.parametrize("inside", [None, 2])
+@pytest.mark.parametrize("calls", [1, 2, 7, 30])
+def test_a_killed_evaluation_asks_the_batches_that_were_left(calls: int, inside: int | None) -> None:
+    """Killed before a batch, or while its answers come: what was finished is not asked again, nothing else differs."""
     asked, folder = requests(40), answers_folder({"model": "m"})
-    whole = Model()
-    expected = resumable(whole, asked, 6, answers_folder({"model": "another"}))
-    assert expected == Model()(asked)
-    assert len(whole.asked) == 20
-    killed, resumed = Model(calls), Model()
-    with pytest.raises(KeyboardInterrupt):
-        resumable(killed, asked, 6, folder)
-    assert resumable(resumed, asked, 6, folder) == expected
-    assert killed.asked + resumed.asked == whole.asked
+    whole, killed, resumed = Model(), Model(calls, inside), Model()
+    expected = ask(whole, asked, answers_folder({"model": "another"}))
+    assert [found for found, _ in expected] == [value(request.args) for request in asked]
+    assert len(whole.asked) == 30
+    if (calls, inside) == (30, None):
+        ask(killed, asked, folder)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            ask(killed, asked, folder)
+    assert ask(resumed, asked, folder) == expected
+    finished = calls if inside is None else calls - 1
+    assert killed.asked[:finished] + resumed.asked == whole.asked
 
 
-def test_answers_are_kept_to_the_last_bit() -> None:
-    asked, folder = requests(3), answers_folder({})
-    values = {request: (-1 / (3 + index), True) for index, request in enumerate(asked)}
-    assert resumable(lambda batch: [values[request] for request in batch], asked, 8, folder) == [*values.values()]
-    assert resumable(lambda _: pytest.fail("asked again"), asked, 8, folder) == [*values.values()]
+def test_equal_requests_of_two_questions_are_both_answered() -> None:
+    asked = [Request("a", 0, ("x", "y")), Request("b", 0, ("x", "y")), Request("b", 1, ("x", "z"))]
+    found = ask(Model(), asked, answers_folder({}))
+    assert [value for value, _ in found] == [value(request.args) for request in asked]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+def test_an_answer_that_is_not_finite_names_the_question(bad: float) -> None:
+    def broken(texts: tuple[str, str]) -> float:
+        return bad if texts == asked[4].args else value(texts)
+
+    asked = requests(5)
+    with pytest.raises(UserError, match=f"task t, question 1: a choice's log-likelihood is {bad}"):
+        ask(Model(value=broken), asked, answers_folder({}))
 
 
 @pytest.mark.parametrize("changes", [{"model": "n"}, {"adapter": {"w": "1"}}, {"dtype": "bfloat16"}])
 def test_another_model_shares_nothing(changes: dict[str, Any]) -> None:
     identity = {"model": "m", "adapter": {"w": "0"}, "dtype": "float32"}
     first, second = Model(), Model()
-    resumable(first, requests(5), 4, answers_folder(identity))
-    resumable(second, requests(5), 4, answers_folder({**identity, **changes}))
+    ask(first, requests(5), answers_folder(identity))
+    ask(second, requests(5), answers_folder({**identity, **changes}))
     assert first.asked == second.asked
 
 
 def test_other_prompts_batches_and_code_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     identity = {"model": "m"}
-    resumable(Model(), requests(5), 4, answers_folder(identity))
+    ask(Model(), requests(5), answers_folder(identity))
     for asked, batch_size in ((requests(6), 4), (requests(5), 5)):
         again = Model()
-        resumable(again, asked, batch_size, answers_folder(identity))
+        ask(again, asked, answers_folder(identity), batch_size)
         assert sum(map(len, again.asked)) == len(asked)
     folders = {answers_folder(identity)}
     monkeypatch.setattr(answers, "versions", lambda: {"torch": "0"})
@@ -115,14 +133,3 @@ def test_other_prompts_batches_and_code_share_nothing(monkeypatch: pytest.Monkey
     (code / "a.py").write_text("two")
     folders.add(answers_folder(identity))
     assert len(folders) == 4
-
-
-def test_a_half_written_batch_is_asked_again() -> None:
-    asked, folder = requests(5), answers_folder({})
-    expected = resumable(Model(), asked, 16, folder)
-    (file,) = folder.rglob("0.json")
-    assert len(json.loads(file.read_text())["answers"]) == 15
-    file.rename(file.with_suffix(".partial"))
-    again = Model()
-    assert resumable(again, asked, 16, folder) == expected
-    assert len(again.asked) == 1

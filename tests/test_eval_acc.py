@@ -310,15 +310,21 @@ def test_a_killed_evaluation_ends_with_the_same_answers(project, run_stage, monk
 @pytest.mark.parametrize("changed", ["model", "adapter", "dtype", "task"])
 def test_a_killed_evaluation_leaves_no_answers_to_another(project, run_stage, monkeypatch, changed):
     """Whatever the answers depend on: changed between the kill and the next start, all questions are asked."""
-    asked, ask = [], HFLM.loglikelihood
+    calls, answered = [], []
+    forward, take = HFLM._model_call, answers.Kept.add_partial
 
-    def counted(self, requests, **named):
-        if len(asked) == stop_at:
+    def counted(self, *inputs, **named):
+        if len(calls) == stop_at:
             raise KeyboardInterrupt
-        asked.append(requests)
-        return ask(self, requests, **named)
+        calls.append(1)
+        return forward(self, *inputs, **named)
 
-    monkeypatch.setattr(HFLM, "loglikelihood", counted)
+    def noted(self, kind, texts, answer):
+        answered.append(texts)
+        take(self, kind, texts, answer)
+
+    monkeypatch.setattr(HFLM, "_model_call", counted)
+    monkeypatch.setattr(answers.Kept, "add_partial", noted)
     adapter = project / "data/patch/smollm2-streamline-7-ghost/adapter.json"
     adapter.write_text("{}", encoding="utf-8")
     settings = (project / "params.yaml").read_text(encoding="utf-8").replace("batch_size: 16", "batch_size: 2")
@@ -329,7 +335,7 @@ def test_a_killed_evaluation_leaves_no_answers_to_another(project, run_stage, mo
         run_stage(*row, "--task", "piqa")
     kept = set(answers.ANSWERS.rglob("*.json"))
     assert len(kept) == 2
-    asked.clear()
+    answered.clear()
     stop_at = -1
     task_name = "piqa"
     if changed == "model":
@@ -341,7 +347,7 @@ def test_a_killed_evaluation_leaves_no_answers_to_another(project, run_stage, mo
     else:
         task_name = "openbookqa"
     run_stage(*row, "--task", task_name)
-    assert sum(map(len, asked)) == {"piqa": 5 * 2, "openbookqa": 3 * 4}[task_name]
+    assert len(answered) == {"piqa": 5 * 2, "openbookqa": 3 * 4}[task_name]
     assert kept <= set(answers.ANSWERS.rglob("*.json"))
 
 
