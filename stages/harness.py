@@ -41,7 +41,7 @@ def prepared(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     official = origin["official"]
     definitions = folder / DEFINITION if official is None else harness_folder() / official
     where = f"params.yaml: grid.tasks: {name!r}"
-    with data_sets_from(lambda data_set, _config, _where: str(folder / QUESTIONS / data_set), where):
+    with data_sets_from(lambda data_set, _config: str(folder / QUESTIONS / data_set), where):
         tasks, _ = build(name, definitions, where)
     return tasks, origin
 
@@ -59,8 +59,8 @@ DataSets = dict[tuple[str, str | None], LoadedDataSet]
 
 
 @contextmanager
-def data_sets_from(place: Callable[[str, str | None, str], str], where: str) -> Iterator[DataSets]:
-    """Inside the context, the harness loads data sets from ``place(id, config, where)``, and they are recorded.
+def data_sets_from(place: Callable[[str, str | None], str], where: str) -> Iterator[DataSets]:
+    """Inside the context, the harness loads data sets from ``place(id, config)``, and they are recorded.
 
     That is a folder, or the id for the Hub. A split that is not there is empty: a definition names the training split
     too, which nobody reads without solved examples. Every way in which a definition may load a data set leads through
@@ -84,7 +84,7 @@ def data_sets_from(place: Callable[[str, str | None, str], str], where: str) -> 
             raise UserError(
                 f"{where}: dataset_path {path} must be a Hub id, or a folder in the project's, relative to it"
             )
-        found_at = place(path, name, where)
+        found_at = place(path, name)
         try:
             with patch.object(datasets, "load_dataset", from_library):
                 splits = Splits(hub.load(found_at, name=name))

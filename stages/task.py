@@ -11,6 +11,7 @@ import os
 import shutil
 from argparse import ArgumentParser
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,8 @@ def write_questions(name: str, definitions: Path, official: str | None, folder: 
     `official` is the definitions' folder in the harness, or None. Raises UserError when the task is of a kind that is
     not supported, or a data set cannot be loaded.
     """
-    with data_sets_from(local_or_hub if official is None else hub.place, where) as data_sets:
+    place = partial(local_or_hub if official is None else hub.place, where=where)
+    with data_sets_from(place, where) as data_sets:
         tasks, version = build(name, definitions, where)
     check_supported(tasks, where)
     members = {}

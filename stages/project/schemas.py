@@ -62,6 +62,8 @@ OPERATOR_DTYPE = Column(
     "dense row and for rows without operators",
     nullable=True,
 )
+EVALUATED = (*ROW, DTYPE, CALIBRATION, BOUNDARY, OPTIONS, OPERATOR_DTYPE)
+
 SEQLEN = Column("seqlen", pa.int64(), "tokens in one sequence or window")
 CORPUS = Column("corpus", pa.string(), "the corpus' name in params.yaml")
 SOURCE = Column("source", pa.string(), "where text or questions come from: file or data set, config, split, part")
@@ -144,12 +146,7 @@ SOLVE = Schema(
 
 EVAL_PPL = Schema(
     (
-        *ROW,
-        DTYPE,
-        CALIBRATION,
-        BOUNDARY,
-        OPTIONS,
-        OPERATOR_DTYPE,
+        *EVALUATED,
         CORPUS,
         SOURCE,
         BOS,
@@ -166,12 +163,7 @@ EVAL_PPL = Schema(
 
 EVAL_ACC = Schema(
     (
-        *ROW,
-        DTYPE,
-        CALIBRATION,
-        BOUNDARY,
-        OPTIONS,
-        OPERATOR_DTYPE,
+        *EVALUATED,
         Column("task", pa.string(), "lm-evaluation-harness task or group of tasks"),
         Column("member", pa.string(), "the task that the question is of: the task itself, or a member of the group"),
         Column("version", pa.string(), "the version of the task or group"),
