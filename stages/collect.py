@@ -12,18 +12,16 @@ from transformers import PreTrainedModel
 
 from stages.base.checkpoint import load_model
 from stages.base.decoder import decoder_layers, decoder_stack, input_device, remove_layers, residual_states
-from stages.base.device import batch_tokens, float64_device, forward_device
-from stages.batches import batches
+from stages.base.device import batch_tokens, batches, float64_device, forward_device
 from stages.boundaries import Segment, pieces, runs
 from stages.hadamard import constructible, hadamard
 from stages.project import params
-from stages.project.artifacts import read_table
+from stages.project.artifacts import read_table, write_tensors
 from stages.project.errors import run
 from stages.project.keys import parse_row
 from stages.project.paths import calibration_file, collect_file, select_file
 from stages.project.schemas import CALIBRATION_TEXT, SELECT
 from stages.sums import BoundarySums, boundary_sums, to_tensors
-from stages.tensors import write_tensors
 
 
 def main() -> None:

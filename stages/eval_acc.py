@@ -33,7 +33,7 @@ def main() -> None:
     tasks, origin = prepared(given.task)
     # Imported only now: a wrong task is found before seconds of imports and a model in memory.
     from stages.base.checkpoint import SOURCE, load_tokenizer
-    from stages.patched import load_row
+    from stages.recovered.patched import load_row
 
     source = settings.models[row.model]
     model, made_with = load_row(row, settings)

@@ -1,7 +1,8 @@
-"""Stage `eval_ppl`: the negative log-likelihood of every window of every perplexity corpus, for one row.
+"""Stage `eval_ppl`: what a row's model makes of text: the likelihood of every window, and what it writes itself.
 
 Reads ``data/text/<model>/perplexity.json`` and the corpora it lists, the model, and unless the row is the dense one
-its adapter. Writes ``data/eval_ppl/<key>.parquet``.
+its adapter. Writes ``data/eval_ppl/<key>.parquet``, the negative log-likelihood of every window of every perplexity
+corpus, and ``data/generate/<key>.parquet``, what the model writes after a few prompts.
 """
 
 from collections.abc import Sequence
@@ -12,16 +13,18 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from stages.base.checkpoint import load_tokenizer
 from stages.base.decoder import input_device
-from stages.base.device import batch_tokens
-from stages.batches import batches
-from stages.patched import BoundaryOperator, load_row
+from stages.base.device import batch_tokens, batches
+from stages.generation import continuations
 from stages.project import params
 from stages.project.artifacts import read_json, read_table, require, sha256, write_table
 from stages.project.errors import UserError, run
 from stages.project.keys import parse_row
-from stages.project.paths import corpora_index, corpus_file, perplexity_file
-from stages.project.schemas import CORPUS_TEXT, EVAL_PPL
+from stages.project.paths import corpora_index, corpus_file, perplexity_file, text_file
+from stages.project.schemas import CORPUS_TEXT, EVAL_PPL, GENERATE
+from stages.recovered.patched import load_row
+from stages.weights import operator_parameters, parameters
 
 
 def main() -> None:
@@ -29,12 +32,24 @@ def main() -> None:
     row, _ = parse_row(__doc__)
     settings = params.load()
     params.check_name("params.yaml: models", row.model, settings.models)
+    source, wanted = settings.models[row.model], settings.generate
     corpora = read_corpora(row.model)
-    if not corpora:
-        write_table(perplexity_file(row), pd.DataFrame(columns=EVAL_PPL.names), EVAL_PPL)
-        return
-    model, made_with = load_row(row, settings)
-    operators = [module for module in model.modules() if isinstance(module, BoundaryOperator)]
+    likelihoods, texts = pd.DataFrame(columns=EVAL_PPL.names), pd.DataFrame(columns=GENERATE.names)
+    if corpora or wanted.prompts:
+        model, made_with = load_row(row, settings)
+        identity = {**row.columns(), "dtype": source.dtype}
+    if corpora:
+        sizes = {"parameters": parameters(model), "operator_parameters": operator_parameters(model)}
+        likelihoods = corpora_nll(model, corpora).assign(**identity, **made_with, **sizes)
+    if wanted.prompts:
+        tokenizer = load_tokenizer(row.model, source.trust_remote_code)
+        texts = continuations(model, tokenizer, wanted.prompts, wanted.new_tokens).assign(**identity)
+    write_table(perplexity_file(row), likelihoods, EVAL_PPL)
+    write_table(text_file(row), texts, GENERATE)
+
+
+def corpora_nll(model: PreTrainedModel, corpora: dict[str, pd.DataFrame]) -> pd.DataFrame:
+    """Every window's negative log-likelihood, nats, and number of predicted tokens, beside what identifies it."""
     frames = []
     for corpus, text in corpora.items():
         nll = window_nll(model, text["input_ids"].tolist(), batch_tokens(), corpus)
@@ -42,14 +57,7 @@ def main() -> None:
             window=text["sequence"], tokens=text["input_ids"].map(len) - 1, nll=nll
         )
         frames.append(frame)
-    table = pd.concat(frames, ignore_index=True).assign(
-        **row.columns(),
-        dtype=settings.models[row.model].dtype,
-        **made_with,
-        parameters=parameters(model),
-        operator_parameters=sum(weight.numel() for operator in operators for weight in operator.parameters()),
-    )
-    write_table(perplexity_file(row), table, EVAL_PPL)
+    return pd.concat(frames, ignore_index=True)
 
 
 def read_corpora(model: str) -> dict[str, pd.DataFrame]:
@@ -65,15 +73,6 @@ def read_corpora(model: str) -> dict[str, pd.DataFrame]:
             raise UserError(f"{file}: is not the file listed in {corpora_index(model)}; run `dvc checkout`")
         found[corpus] = read_table(file, CORPUS_TEXT)
     return found
-
-
-def parameters(model: PreTrainedModel) -> int:
-    """Number of the model's parameters, tied ones once.
-
-    By name: offloading to disk parts tied parameters, and ``num_parameters`` would then count them twice.
-    """
-    named = model.named_parameters(remove_duplicate=False)
-    return sum(weight.numel() for name, weight in named if name not in model.all_tied_weights_keys)
 
 
 @torch.no_grad()

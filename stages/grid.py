@@ -17,16 +17,18 @@ from stages.project.paths import (
     DATA,
     GRID,
     accuracy_file,
+    cost_file,
     diagnostics_file,
     perplexity_file,
     score_file,
     select_file,
     solve_file,
+    text_file,
 )
 from stages.project.schemas import GRID as SCHEMA
 from stages.project.sections import Params
 
-REPORTED = ("score", "select", "solve", "eval_ppl", "eval_acc")
+REPORTED = ("score", "select", "solve", "eval_ppl", "eval_acc", "generate", "cost")
 """Folders of `data` that the report depends on as a whole."""
 UNDECLARED = DATA / ".undeclared"
 
@@ -48,10 +50,11 @@ def files(settings: Params) -> dict[Path, set[Path]]:
     rows = settings.rows()
     found: dict[Path, set[Path]] = {DATA / name: set() for name in REPORTED}
     for row in rows:
-        declared = [score_file(row.model), perplexity_file(row)]
+        declared = [score_file(row.model), perplexity_file(row), text_file(row)]
         declared += [accuracy_file(row, task) for task in settings.grid.tasks]
         if not row.dense:
             declared += [select_file(row), solve_file(row), diagnostics_file(row)]
+        declared += [cost_file(row)] if row.key in settings.cost.rows else []
         for file in declared:
             found[file.parent].add(file)
     return found

@@ -12,14 +12,14 @@ from transformers import PreTrainedModel
 from stages.base.checkpoint import SOURCE, load_config, load_model
 from stages.base.decoder import input_device
 from stages.boundaries import Segment, runs
-from stages.patched import load_patched, write_adapter
 from stages.project import params
-from stages.project.artifacts import read_json, read_table, writing
+from stages.project.artifacts import read_json, read_table, read_tensors, writing
 from stages.project.errors import UserError, run
-from stages.project.keys import parse_row
+from stages.project.keys import Calibration, parse_row
 from stages.project.paths import diagnostics_file, model_folder, patch_folder, select_file, solve_file
 from stages.project.schemas import SELECT, SOLVE
-from stages.tensors import read_tensors
+from stages.recovered.adapter import write_adapter
+from stages.recovered.patched import load_patched
 
 
 def main() -> None:
@@ -37,6 +37,7 @@ def main() -> None:
     if tensors and set(tensors) != {boundary.name for boundary in boundaries}:
         raise UserError(f"{solve_file(row)}: has operators {sorted(tensors)}, expected one for each of {boundaries}")
     first = solved.iloc[0]
+    calibration = Calibration.parse(first["calibration"])
     description = {
         **row.columns(),
         "base": {
@@ -52,8 +53,7 @@ def main() -> None:
         "options": json.loads(first["options"]),
         "operator_dtype": settings.patch.operator_dtype if tensors else None,
         "dtype": first["dtype"],
-        "calibration": first["calibration"],
-        "calibration_tokens": int(first["tokens"]),
+        "calibration": {"name": calibration.name, **calibration._asdict(), "tokens": int(first["tokens"])},
         "residual_before": solved["residual_before"].tolist(),
         "residual_after": solved["residual_after"].tolist(),
     }

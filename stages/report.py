@@ -2,7 +2,7 @@
 
 Reads params.yaml (which rows) and the artifacts of those rows; every number is computed from the artifacts. Writes into
 ``reports/``: ``report.md``, ``metrics.json``, ``perplexity.csv``, ``accuracy.csv``, ``summary.csv``, ``operators.csv``,
-``similarity.csv``, ``similarity.png`` and ``perplexity.png``; prints the tables.
+``similarity.csv``, ``cost.csv``, ``similarity.png`` and ``perplexity.png``; prints the tables.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from stages.project.errors import run
 from stages.project.keys import Row
 from stages.project.params import load
 from stages.project.paths import REPORTS
-from stages.reporting import pictures, results, tables
+from stages.reporting import pictures, results, tables, usage
 from stages.reporting.document import document, summary
 
 
@@ -67,6 +67,7 @@ def main() -> None:
         "summary": tables.summary_table(found),
         "operators": tables.operator_table(found),
         "similarity": blocks,
+        "cost": usage.cost_table(found),
     }
     for name, frame in frames.items():
         _write_text(REPORTS / f"{name}.csv", frame.to_csv(index=False, lineterminator="\n"))

@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 
 from stages.base.checkpoint import load_config, load_model
 from stages.base.decoder import decoder_layers, decoder_stack, input_device, residual_states
-from stages.base.device import batch_tokens, float64_device, forward_device
-from stages.batches import batches
+from stages.base.device import batch_tokens, batches, float64_device, forward_device
 from stages.project import params
 from stages.project.artifacts import read_table, write_table
 from stages.project.errors import run

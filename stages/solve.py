@@ -18,13 +18,12 @@ from torch import Tensor
 from stages.base.device import float64_device, forward_device
 from stages.boundaries import Segment, pieces, runs
 from stages.project import params
-from stages.project.artifacts import REMEDY, read_table, write_table
+from stages.project.artifacts import REMEDY, read_table, read_tensors, write_table, write_tensors
 from stages.project.errors import UserError, run
 from stages.project.keys import parse_row
 from stages.project.paths import collect_file, diagnostics_file, select_file, solve_file
 from stages.project.schemas import SELECT, SOLVE
 from stages.sums import BoundarySums, antisymmetric_share, from_tensors, residual
-from stages.tensors import read_tensors, write_tensors
 
 Operator = Callable[..., Tensor | None]
 

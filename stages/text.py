@@ -16,7 +16,7 @@ from stages.corpora import Cutter, Document, Window, documents
 from stages.project import params
 from stages.project.artifacts import sha256, write_json, write_table, writing
 from stages.project.errors import UserError, run
-from stages.project.keys import parse_row
+from stages.project.keys import Calibration, parse_row
 from stages.project.paths import calibration_file, corpora_index, corpus_file, selection_file
 from stages.project.schemas import CALIBRATION_TEXT, CORPUS_TEXT
 from stages.project.sections import CalibrationText, PerplexityText
@@ -74,9 +74,8 @@ def calibration_windows(cutter: Cutter, texts: list[Document], cut: str, wanted:
 def calibration_frame(windows: list[Window], wanted: CalibrationText) -> pd.DataFrame:
     """Calibration sequences: columns sequence, document, offset, input_ids, seqlen, seed, calibration."""
     digest = hashlib.sha256(np.asarray([window.input_ids for window in windows], dtype="<i4").tobytes()).hexdigest()
-    seed = "none" if wanted.seed is None else wanted.seed
-    name = f"{wanted.corpus}:{len(windows)}x{wanted.seqlen}:seed{seed}:{digest[:8]}"
-    return _frame(windows).assign(seqlen=wanted.seqlen, seed=wanted.seed, calibration=name)
+    calibration = Calibration(wanted.corpus, len(windows), wanted.seqlen, wanted.seed, digest[:8])
+    return _frame(windows).assign(seqlen=wanted.seqlen, seed=wanted.seed, calibration=calibration.name)
 
 
 def corpus_frame(cutter: Cutter, texts: list[Document], cut: str, wanted: PerplexityText, corpus: str) -> pd.DataFrame:

@@ -1,13 +1,19 @@
 """Tiny random models of every supported architecture, a tokenizer trained on a few sentences, a poor device."""
 
+import os
 from collections.abc import Callable
+from tempfile import TemporaryDirectory
 from typing import Any
 
-import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+# Before transformers is imported, which reads it: code of checkpoints is copied there.
+MODULES = TemporaryDirectory(prefix="modules-")
+os.environ["HF_MODULES_CACHE"] = MODULES.name
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast  # noqa: E402
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
 LAYERS = 6
 CHANNELS = 16

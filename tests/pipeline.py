@@ -60,6 +60,8 @@ PARAMS: dict[str, Any] = {
     "solve": {"none": {}, "diag": {}, "ghost": {"ridge": 1e-6}},
     "patch": {"operator_dtype": "model"},
     "eval_acc": {"limit": 6, "batch_size": 4},
+    "generate": {"prompts": ["The river"], "new_tokens": 4},
+    "cost": {"rows": [], "batch_size": 2, "prompt_tokens": 8, "new_tokens": 3, "repeats": 2},
 }
 
 TASKS = {"quiz": ("acc", "acc_norm"), "riddles": ("acc",)}

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from stages.project import artifacts, schemas
+from stages.project.artifacts import read_tensors, write_tensors
 from stages.project.errors import UserError
-from stages.tensors import read_tensors, write_tensors
 
 FRAME = pd.DataFrame(
     {

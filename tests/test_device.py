@@ -19,12 +19,14 @@ from stages.base.decoder import decoder_layers, decoder_stack, execution_device,
 from stages.base.device import device_map, float64_device, forward_device
 from stages.boundaries import Segment, runs
 from stages.collect import collect
-from stages.eval_ppl import parameters, window_nll
-from stages.patched import BoundaryOperator, patch_model
+from stages.eval_ppl import window_nll
 from stages.project.errors import UserError
 from stages.project.paths import model_folder
+from stages.recovered.boundary_operator import BoundaryOperator
+from stages.recovered.patched import patch_model
 from stages.score import pairwise_similarity
 from stages.sums import to_tensors
+from stages.weights import parameters
 
 Build = Callable[..., PreTrainedModel]
 

@@ -19,7 +19,7 @@ DYNAMIC = {"select": ("criteria", "criterion"), "solve": ("operators", "operator
 """Stages that import a module named in params.yaml: the package that it is in, the matrix axis that names it."""
 SELECTION = Row("tiny", "streamline", 2)
 GHOST = Row("tiny", "streamline", 2, "ghost")
-REPORTED = ("score", "select", "solve", "eval_ppl", "eval_acc")
+REPORTED = ("score", "select", "solve", "eval_ppl", "eval_acc", "generate", "cost")
 """Folders of `data` that the report depends on as a whole."""
 
 
@@ -111,14 +111,15 @@ def declared_outputs(row: Row, task: str) -> dict[str, list[Path]]:
         "collect": [paths.collect_file(row)],
         "solve": [paths.solve_file(row), paths.diagnostics_file(row)],
         "patch": [paths.patch_folder(row)],
-        "eval_ppl_dense": [paths.perplexity_file(dense)],
-        "eval_ppl": [paths.perplexity_file(row)],
+        "eval_ppl_dense": [paths.perplexity_file(dense), paths.text_file(dense)],
+        "eval_ppl": [paths.perplexity_file(row), paths.text_file(row)],
         "eval_acc_dense": [paths.accuracy_file(dense, task)],
         "eval_acc": [paths.accuracy_file(row, task)],
+        "cost": [paths.cost_file(row)],
     }
 
 
-ITEMS = {"model": "m-1", "criterion": "crit", "n": "7", "operator": "op", "task": "t-2"}
+ITEMS = {"model": "m-1", "criterion": "crit", "n": "7", "operator": "op", "task": "t-2", "row": "m-1-crit-7-op"}
 
 
 def filled(text: str) -> str:

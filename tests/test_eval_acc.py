@@ -15,13 +15,14 @@ from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from stages import answers, assets, eval_acc, patched, task
+from stages import answers, assets, eval_acc, task
 from stages.base import checkpoint
 from stages.harness import prepared
 from stages.project.artifacts import read_table
 from stages.project.errors import UserError
 from stages.project.paths import ASSETS, task_folder
 from stages.project.schemas import EVAL_ACC
+from stages.recovered import patched
 
 SOURCE = Path(__file__).parents[1]
 LOCAL = ASSETS / "tasks"

@@ -11,9 +11,11 @@ from transformers import PreTrainedModel
 
 from stages.base.decoder import decoder_layers, decoder_stack, remove_layers, residual_states
 from stages.boundaries import Segment, runs
-from stages.patched import BoundaryOperator, base_shape, load_patched, patch_model, write_adapter
 from stages.project.errors import UserError
 from stages.project.sections import OperatorDtype
+from stages.recovered.adapter import digest, write_adapter
+from stages.recovered.boundary_operator import BoundaryOperator
+from stages.recovered.patched import base_shape, load_patched, patch_model
 
 Build = Callable[..., PreTrainedModel]
 architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -183,8 +185,10 @@ def test_adapter_round_trip(adapter: Path, tiny_model: Build, token_ids: Tensor)
 
 
 def edit(adapter: Path, **changes: Any) -> None:
+    """Make an adapter say something else, as if it had been written that way."""
     file = adapter / "adapter.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    description = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({**description, "sha256": digest(description)}))
 
 
 def test_adapter_of_another_base_is_refused(adapter: Path, tiny_model: Build) -> None:
@@ -197,8 +201,8 @@ def test_adapter_of_another_base_is_refused(adapter: Path, tiny_model: Build) ->
 
 
 def test_newer_format_is_refused(adapter: Path, tiny_model: Build) -> None:
-    edit(adapter, format_version=3)
-    with pytest.raises(UserError, match="format_version 3; this version reads 1 and 2"):
+    edit(adapter, format_version=4)
+    with pytest.raises(UserError, match="format_version 4; this version of the project reads 3"):
         load_patched(tiny_model(), adapter)
 
 
@@ -217,19 +221,24 @@ def test_adapter_says_the_dtype_of_its_operators(
     assert torch.isfinite(logits(model, token_ids)).all()
 
 
-def test_adapter_of_the_first_format_is_applied_in_the_models_dtype(adapter: Path, tiny_model: Build) -> None:
-    file = adapter / "adapter.json"
-    description = json.loads(file.read_text())
-    del description["operator_dtype"]
-    file.write_text(json.dumps({**description, "format_version": 1}))
-    model = load_patched(tiny_model().to(torch.bfloat16), adapter)
-    assert [operator.change.dtype for operator in operators_of(model)] == [torch.bfloat16, torch.bfloat16]
-
-
 @pytest.mark.parametrize("value", ["float64", None, ["model"]], ids=str)
 def test_a_dtype_of_operators_that_is_none(value: Any, adapter: Path, tiny_model: Build) -> None:
     edit(adapter, operator_dtype=value)
     with pytest.raises(UserError, match=r"adapter.json: operator_dtype .*; must be one of \('model', 'float32'\)"):
+        load_patched(tiny_model(), adapter)
+
+
+def test_edited_adapters_are_refused(adapter: Path, tiny_model: Build) -> None:
+    file = adapter / "adapter.json"
+    whole = file.read_text()
+    file.write_text(whole.replace('"model"', '"float32"'))
+    with pytest.raises(UserError, match="adapter.json: was edited or damaged: its content is not what its `sha256`"):
+        load_patched(tiny_model(), adapter)
+    file.write_text(whole)
+    operators = adapter / "operators.safetensors"
+    content = operators.read_bytes()
+    operators.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(UserError, match="operators.safetensors: was edited or damaged: it is not the file that"):
         load_patched(tiny_model(), adapter)
 
 

@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from stages import assets, collect, eval_ppl, model, patch, score, select, solve, text
+from stages.project.artifacts import read_tensors, write_tensors
 from stages.project.keys import Row
 from stages.project.paths import collect_file, diagnostics_file, perplexity_file, select_file
-from stages.tensors import read_tensors, write_tensors
 
 PROJECT = Path(__file__).parents[1]
 WIKITEXT = PROJECT.parent / "shared/datasets/Salesforce/wikitext/wikitext-2-raw-v1"

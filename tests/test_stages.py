@@ -26,7 +26,7 @@ from pipeline import (
 import stages.base.checkpoint
 import stages.base.device
 import stages.operators.ghost
-import stages.patched
+import stages.recovered.patched
 from stages.project.errors import UserError
 from stages.project.keys import Row
 
@@ -52,6 +52,13 @@ def prepared(tmp_path_factory, tiny_model, tiny_tokenizer) -> Project:
         for operator in ("none", "ghost"):
             for stage in ("solve", "patch", "eval_ppl"):
                 project.stage(stage, *arguments(Row("tiny", criterion, 2, operator)))
+    project.set(
+        grid__criteria=["streamline", "shortgpt"],
+        grid__operators=["none", "ghost"],
+        grid__tasks=[],
+        cost__rows=["tiny-shortgpt-2-ghost"],
+    )
+    project.stage("cost", "--row", "tiny-shortgpt-2-ghost")
     project.stage("report")
     return project
 
@@ -129,7 +136,7 @@ def test_a_device_map_changes_no_artifact(project, monkeypatch):
         return model
 
     monkeypatch.setattr(stages.base.checkpoint, "load_model", load)
-    monkeypatch.setattr(stages.patched, "load_model", load)
+    monkeypatch.setattr(stages.recovered.patched, "load_model", load)
     for stage in ("score", "eval_ppl"):
         project.stage(stage, "--model", "tiny")
     for criterion in ("streamline", "shortgpt"):
@@ -143,7 +150,8 @@ def test_a_device_map_changes_no_artifact(project, monkeypatch):
 
 def test_the_operators_dtype_is_in_the_adapter_and_in_the_tables(project):
     def evaluate(row: Row) -> tuple[Any, pd.DataFrame]:
-        for stage in ("patch", "eval_ppl"):
+        project.stage("collect", *arguments(row)[:-2])
+        for stage in ("solve", "patch", "eval_ppl"):
             project.stage(stage, *arguments(row))
         adapter = json.loads((project.folder / f"data/patch/{row.key}/adapter.json").read_text())
         return adapter["operator_dtype"], table(project, Path(f"data/eval_ppl/{row.key}.parquet"))

@@ -9,8 +9,11 @@ name of a torch device, or `"disk"`. ``GHOSTED_BATCH_TOKENS``: tokens in one for
 
 import json
 import os
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 import torch
+from torch import Tensor
 
 from stages.project.errors import UserError
 
@@ -101,3 +104,15 @@ def batch_tokens() -> int:
     if not text.isdecimal() or int(text) < 1:
         raise UserError(f"GHOSTED_BATCH_TOKENS={text}: must be a whole number of tokens, at least 1")
     return int(text)
+
+
+def batches(sequences: Sequence[Sequence[int]], tokens: int, device: torch.device) -> Iterator[Tensor]:
+    """Consecutive sequences of equal length as [batch, length] int64 tensors of at most `tokens` ids, in order.
+
+    A batch has at least one sequence. Whole sequences of one length: no padding enters any computation.
+    """
+    for length, group in groupby(sequences, key=len):
+        alike = list(group)
+        size = max(1, tokens // length)
+        for start in range(0, len(alike), size):
+            yield torch.tensor([list(ids) for ids in alike[start : start + size]], dtype=torch.int64, device=device)

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import pyarrow as pa
@@ -21,7 +21,12 @@ import pyarrow.parquet as pq
 from stages.project.errors import UserError
 from stages.project.schemas import Schema
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 PARTIAL = Path("data/.partial")
+METADATA = "stage"
+"""The one entry of a file's header metadata: safetensors writes several in an order that differs from run to run."""
 VERSIONED = ("torch", "transformers", "tokenizers", "datasets", "lm-eval", "pyarrow", "numpy")
 
 
@@ -133,6 +138,29 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path}: holds a {type(content).__name__}, expected a JSON object; {REMEDY}")
     return content
+
+
+def write_tensors(path: Path, tensors: "dict[str, Tensor]", metadata: dict[str, str] | None = None) -> None:
+    """Write named tensors atomically; `metadata` goes into the file's header."""
+    import torch
+    from safetensors.torch import save_file
+
+    ready = {name: tensor.detach().to(torch.get_default_device()).contiguous() for name, tensor in tensors.items()}
+    with writing(path) as partial:
+        save_file(ready, partial, {METADATA: json.dumps(metadata or {}, sort_keys=True)})
+
+
+def read_tensors(path: Path) -> "tuple[dict[str, Tensor], dict[str, str]]":
+    """The tensors of a safetensors artifact and its metadata. Raises UserError naming a missing or corrupted file."""
+    from safetensors import SafetensorError, safe_open
+
+    require(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return tensors, json.loads((file.metadata() or {}).get(METADATA, "{}"))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise corrupted(path, error) from error
 
 
 REMEDY = "delete it and run `dvc repro`, which restores or recomputes it"

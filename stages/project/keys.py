@@ -2,6 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 DENSE = "dense"
 NONE = "none"
@@ -34,6 +35,38 @@ class Row:
     def columns(self) -> dict[str, str | int]:
         """The four columns that every Parquet row of this row carries."""
         return {"model": self.model, "criterion": self.criterion, "n": self.n, "operator": self.operator}
+
+
+class Calibration(NamedTuple):
+    """What identifies calibration sequences: the corpus, how many of how many tokens, their choice, their ids."""
+
+    corpus: str
+    sequences: int
+    seqlen: int
+    seed: int | None
+    digest: str
+    """The first 8 hex digits of the SHA-256 of the token ids."""
+
+    @property
+    def name(self) -> str:
+        """``<corpus>:<sequences>x<seqlen>:seed<seed>:<digest>``, the column `calibration` of the tables."""
+        seed = NONE if self.seed is None else self.seed
+        return f"{self.corpus}:{self.sequences}x{self.seqlen}:seed{seed}:{self.digest}"
+
+    @classmethod
+    def parse(cls, name: str) -> Self:
+        """The inverse of `name`. Raises ValueError when `name` is not of that form."""
+        corpus, size, seed, digest = name.rsplit(":", 3)
+        sequences, seqlen = map(int, size.split("x"))
+        number = seed.removeprefix("seed")
+        return cls(corpus, sequences, seqlen, None if number == NONE else int(number), digest)
+
+
+def parse_key(description: str | None) -> str:
+    """Read the key of a pruned row from the command line: ``--row <key>``."""
+    parser = ArgumentParser(description=description)
+    parser.add_argument("--row", required=True)
+    return str(parser.parse_args().row)
 
 
 def parse_row(description: str | None, *extra: str) -> tuple[Row, Namespace]:

@@ -47,6 +47,7 @@ def load(path: Path = PARAMS) -> Params:
         raise UserError("\n       ".join(_explain(path, item) for item in error.errors())) from error
     _check_grid(path, params)
     _check_text(path, params)
+    _check_rows(path, params)
     return params
 
 
@@ -167,3 +168,11 @@ def _check_text(path: Path, params: Params) -> None:
                 f"{path}: text.perplexity.corpora: {corpus!r} cannot name a file; {SLUG_RULE}, and none of "
                 f"{', '.join(RESERVED)}"
             )
+
+
+def _check_rows(path: Path, params: Params) -> None:
+    """The rows that are named by their key must be pruned ones of the grid."""
+    for key in params.cost.rows:
+        check_name(f"{path}: cost.rows", key, [row.key for row in params.rows() if not row.dense])
+        if params.cost.rows.count(key) > 1:
+            raise UserError(f"{path}: cost.rows: {key!r} is listed twice")

@@ -79,3 +79,18 @@ def perplexity_file(row: Row) -> Path:
 def accuracy_file(row: Row, task: str) -> Path:
     """The answers of a row to a task's questions (`stages.project.schemas.EVAL_ACC`)."""
     return DATA / "eval_acc" / f"{row.key}-{task}.parquet"
+
+
+def text_file(row: Row) -> Path:
+    """What a row's model writes after the prompts (`stages.project.schemas.GENERATE`)."""
+    return DATA / "generate" / f"{row.key}.parquet"
+
+
+def cost_file(row: Row) -> Path:
+    """Times and sizes of a row's model (`stages.project.schemas.COST`)."""
+    return DATA / "cost" / f"{row.key}.parquet"
+
+
+def export_folder(row: Row) -> Path:
+    """The checkpoint that `python -m stages.export` writes."""
+    return DATA / "export" / row.key

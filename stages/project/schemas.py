@@ -74,6 +74,9 @@ START = Column("start", pa.int64(), "index of the residual state h_start, the in
 END = Column("end", pa.int64(), "index of the residual state h_end; the layers start..end-1 lie between the two")
 TOKENS = Column("tokens", pa.int64(), "number of tokens that the mean or the sum is over")
 
+PARAMETERS = Column("parameters", pa.int64(), "parameters of the model, operators included, tied ones once")
+OPERATOR_PARAMETERS = Column("operator_parameters", pa.int64(), "parameters of its boundary operators alone")
+
 GRID = Schema((*ROW, Column("key", pa.string(), "the row's key in file names")))
 
 SEED = Column("seed", pa.int64(), "seed of the choice of windows; null: the first in order", nullable=True)
@@ -156,8 +159,45 @@ EVAL_PPL = Schema(
         Column("window", pa.int64(), "number of the window, from 0"),
         Column("tokens", pa.int64(), "number of predicted tokens in the window"),
         Column("nll", pa.float64(), "sum of the predicted tokens' negative log-likelihoods, nats"),
-        Column("parameters", pa.int64(), "parameters of the evaluated model, operators included, tied ones once"),
-        Column("operator_parameters", pa.int64(), "parameters of its boundary operators alone"),
+        PARAMETERS,
+        OPERATOR_PARAMETERS,
+    )
+)
+
+NEW_TOKENS = Column("new_tokens", pa.int64(), "tokens generated after the prompt, at most where a text may end before")
+
+GENERATE = Schema(
+    (
+        *ROW,
+        DTYPE,
+        Column("prompt", pa.string(), "the text that the model goes on from"),
+        Column("continuation", pa.string(), "what it writes, greedily: always the likeliest token"),
+        NEW_TOKENS,
+    )
+)
+
+COST = Schema(
+    (
+        *ROW,
+        DTYPE,
+        Column("device", pa.string(), "type and name of the device"),
+        Column("threads", pa.int64(), "threads of the host's processor that torch uses"),
+        Column("batch_size", pa.int64(), "sequences processed together"),
+        Column("prompt_tokens", pa.int64(), "tokens of each prompt"),
+        NEW_TOKENS,
+        Column("repeat", pa.int64(), "number of the measurement, from 0; those of the compared models take turns"),
+        Column("prefill_seconds", pa.float64(), "one forward pass over the prompts that fills the cache"),
+        Column("decode_seconds", pa.float64(), "the forward passes of all new tokens, one after the other"),
+        PARAMETERS,
+        OPERATOR_PARAMETERS,
+        Column("weight_bytes", pa.int64(), "bytes of parameters and buffers, tied ones once"),
+        Column(
+            "peak_bytes",
+            pa.int64(),
+            "weight_bytes and the most bytes of other tensors alive at once in a prefill and its decoding",
+        ),
+        Column("prefill_flops", pa.int64(), "floating-point operations of the matrix products of a prefill"),
+        Column("operator_flops", pa.int64(), "those of its boundary operators alone"),
     )
 )
 

@@ -169,6 +169,23 @@ class EvalAcc(Section):
     batch_size: int = Field(ge=1)
 
 
+class Generate(Section):
+    """Texts for the report: what every row's model writes."""
+
+    prompts: list[str]
+    new_tokens: int = Field(ge=1, description="most tokens after each prompt")
+
+
+class Cost(Section):
+    """What the model of each row costs, beside the dense one and the one without operators."""
+
+    rows: list[str] = Field(description="keys of pruned rows, such as smollm2-streamline-7-ghost")
+    batch_size: int = Field(ge=1)
+    prompt_tokens: int = Field(ge=1)
+    new_tokens: int = Field(ge=1)
+    repeats: int = Field(ge=1)
+
+
 class Params(Section):
     """All of params.yaml."""
 
@@ -183,6 +200,8 @@ class Params(Section):
     solve: dict[str, dict[str, Any]]
     patch: Patch
     eval_acc: EvalAcc
+    generate: Generate
+    cost: Cost
 
     def rows(self) -> list[Row]:
         """The rows of the tables in the order of params.yaml: per model the dense one, then n, criterion, operator."""
@@ -193,3 +212,7 @@ class Params(Section):
                 for criterion in self.grid.criteria:
                     rows += [Row(model, criterion, n, operator) for operator in self.grid.operators]
         return rows
+
+    def row(self, key: str) -> Row:
+        """The declared row of a key. Raises KeyError when there is none."""
+        return {row.key: row for row in self.rows()}[key]

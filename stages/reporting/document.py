@@ -8,7 +8,7 @@ import pandas as pd
 
 from stages.boundaries import runs
 from stages.project.keys import Row
-from stages.reporting import markdown
+from stages.reporting import markdown, usage
 from stages.reporting.results import Results
 from stages.reporting.significance import perplexity
 from stages.reporting.tables import (
@@ -32,13 +32,14 @@ BOLD_RULE = (
 
 def document(results: Results, pictures: list[str]) -> str:
     """The whole document; `pictures` are file names."""
-    parts = ["# Pruned and recovered models", *_reading(results)]
+    parts = ["# Pruned and recovered models", *reading(results)]
     for model in results.models:
         parts.append(f"## {model}")
         for n in _numbers(results, model):
             parts += [*([f"### {n} layers removed"] if n else []), *comparison(results, model, n)]
             parts += [*_removed_layers(results, model, n), *_diagnostics(results, model, n)]
-        parts += _settings(results, model)
+            parts += usage.texts(results, model, n)
+        parts += [*usage.costs(results, model), *settings_of(results, model)]
     if pictures:
         parts += ["## Pictures", *(f"![{name.partition('.')[0]}]({name})" for name in pictures)]
     if results.versions:
@@ -68,7 +69,8 @@ def _numbers(results: Results, model: str) -> list[int]:
     return [n for n in results.numbers if results.pruned(model, n) or results.chosen(model, n)] or [0]
 
 
-def _reading(results: Results) -> Iterable[str]:
+def reading(results: Results) -> Iterable[str]:
+    """How to read the tables, one paragraph each."""
     if results.corpora:
         yield (
             "Perplexity: exp of the token-weighted mean negative log-likelihood of a corpus; lower is better. The "
@@ -92,20 +94,13 @@ def _reading(results: Results) -> Iterable[str]:
         yield "`exp(x)` stands for a perplexity beyond 1.8e308, the largest double: x is the mean NLL in nats."
 
 
-def _labels(rows: list[Row]) -> dict[str, list[str]]:
-    return {
-        "criterion": ["dense" if row.dense else row.criterion for row in rows],
-        "operator": [markdown.NOTHING if row.dense else row.operator for row in rows],
-    }
-
-
 def _marked(cells: list[str], rows: list[Row], winner: Row | None) -> list[str]:
     return markdown.bold(cells, None if winner is None else rows.index(winner))
 
 
 def _perplexities(results: Results, rows: list[Row]) -> str:
     pruned = rows[1:]
-    columns = _labels(rows)
+    columns = markdown.row_labels(rows)
     for corpus in results.corpora:
         nlls = [mean_nll(results, row, corpus).value for row in rows]
         cells = [markdown.perplexity(perplexity(nll), nll) for nll in nlls]
@@ -124,7 +119,7 @@ def _perplexities(results: Results, rows: list[Row]) -> str:
 
 def _accuracies(results: Results, rows: list[Row]) -> str:
     pruned = rows[1:]
-    columns = _labels(rows)
+    columns = markdown.row_labels(rows)
     for task in results.tasks:
         cells = [markdown.percent(accuracy(results, row, task, "acc")) for row in rows]
         columns[f"{task} acc"] = _marked(cells, rows, best_accuracy(results, pruned, [task], "acc"))
@@ -173,7 +168,7 @@ def _diagnostics(results: Results, model: str, n: int) -> Iterable[str]:
     )
     yield markdown.table(
         {
-            **_labels([row for row, _ in solved]),
+            **markdown.row_labels([row for row, _ in solved]),
             "boundary": [f"[{cut['start']}, {cut['end']})" for cut in cuts],
             "one operator per": [cut["boundary"] for cut in cuts],
             "options": [cut["options"] for cut in cuts],
@@ -189,7 +184,8 @@ def _diagnostics(results: Results, model: str, n: int) -> Iterable[str]:
     )
 
 
-def _settings(results: Results, model: str) -> Iterable[str]:
+def settings_of(results: Results, model: str) -> Iterable[str]:
+    """The settings that a model was calibrated and evaluated with."""
     if model in results.scores or results.corpora or results.tasks:
         yield f"### Settings of {model}"
     dense = Row(model)

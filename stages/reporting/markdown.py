@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
+from stages.project.keys import Row
 from stages.reporting.significance import Estimate
 
 NOTHING = "-"
@@ -39,6 +40,14 @@ def layers(removed_runs: Sequence[tuple[int, int]]) -> str:
 def listed(words: Sequence[str]) -> str:
     """``a``, ``a and b``, ``a, b and c``."""
     return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+
+
+def row_labels(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """The columns `criterion` and `operator` of a table of rows."""
+    return {
+        "criterion": ["dense" if row.dense else row.criterion for row in rows],
+        "operator": [NOTHING if row.dense else row.operator for row in rows],
+    }
 
 
 def bold(cells: Sequence[str], at: int | None) -> list[str]:

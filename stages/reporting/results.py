@@ -1,8 +1,8 @@
 """What the rows that params.yaml declares were found to be: the artifacts, read and checked to be comparable.
 
-Of every declared row the scores, the selection, the diagnostics, the perplexities and the accuracies (their places:
-:mod:`stages.project.paths`, their columns: :mod:`stages.project.schemas`). Files that params.yaml does not declare are
-not looked at.
+Of every declared row the scores, the selection, the diagnostics, the perplexities and the accuracies, of some the texts
+and the costs (their places: :mod:`stages.project.paths`, their columns: :mod:`stages.project.schemas`). Files that
+params.yaml does not declare are not looked at.
 """
 
 import json
@@ -20,7 +20,15 @@ from stages.project import schemas
 from stages.project.artifacts import REMEDY, read_table
 from stages.project.errors import UserError
 from stages.project.keys import Row
-from stages.project.paths import accuracy_file, diagnostics_file, perplexity_file, score_file, select_file
+from stages.project.paths import (
+    accuracy_file,
+    cost_file,
+    diagnostics_file,
+    perplexity_file,
+    score_file,
+    select_file,
+    text_file,
+)
 from stages.project.sections import Params
 
 SAME_WINDOWS = ["window", "tokens", "seqlen", "bos", "source", "cut", "seed"]
@@ -37,12 +45,15 @@ class Results:
     corpora: list[str]
     tasks: list[str]
     numbers: list[int]
+    prompts: list[str] = field(default_factory=list)
     scores: dict[str, pd.DataFrame] = field(default_factory=dict)
     selections: dict[Row, list[int]] = field(default_factory=dict)
     criterion_options: dict[Row, str] = field(default_factory=dict)
     operators: dict[Row, pd.DataFrame] = field(default_factory=dict)
     windows: dict[Row, dict[str, pd.DataFrame]] = field(default_factory=dict)
     questions: dict[Row, dict[str, pd.DataFrame]] = field(default_factory=dict)
+    texts: dict[Row, pd.DataFrame] = field(default_factory=dict)
+    costs: dict[Row, pd.DataFrame] = field(default_factory=dict)
     versions: dict[str, set[str]] = field(default_factory=dict)
 
     @property
@@ -72,9 +83,12 @@ def read(params: Params) -> Results:
     finite where it must not be; and naming two files and a column when rows of one model are not comparable.
     """
     grid = params.grid
-    results = Results(params.rows(), params.text.perplexity.corpora, grid.tasks, grid.n)
+    results = Results(params.rows(), params.text.perplexity.corpora, grid.tasks, grid.n, params.generate.prompts)
     for model in grid.models:
         _read_model(results, model, grid.criteria)
+    for key in params.cost.rows:
+        row = params.row(key)
+        results.costs[row] = _read(results, cost_file(row), schemas.COST, {"model": row.model})
     return results
 
 
@@ -105,7 +119,8 @@ def _read_model(results: Results, model: str, criteria: Sequence[str]) -> None:
             calibrated += [*tables, (path, results.operators[row])]
     _require_same("calibration", selected)
     _require_same("calibration", calibrated)
-    _require_same("dtype", selected + calibrated + evaluated)
+    written = [(text_file(row), frame) for row, frame in results.texts.items() if row.model == model]
+    _require_same("dtype", selected + calibrated + evaluated + written)
     _require_same("operator_dtype", [(path, frame.dropna(subset="operator_dtype")) for path, frame in evaluated])
     for corpus in results.corpora:
         parts = [(path, frame[frame["corpus"] == corpus]) for path, frame in evaluated if "corpus" in frame]
@@ -129,6 +144,11 @@ def _read_evaluations(results: Results, row: Row) -> Tables:
             if frame.empty:
                 raise UserError(f"{path}: holds no window of the corpus {corpus!r}; {REMEDY}")
         tables.append((path, windows))
+    if results.prompts:
+        path = text_file(row)
+        results.texts[row] = _read(results, path, schemas.GENERATE, row.columns())
+        if results.texts[row]["prompt"].tolist() != results.prompts:
+            raise UserError(f"{path}: not the texts after the prompts in params.yaml: generate.prompts; {REMEDY}")
     results.questions[row] = {}
     for task in results.tasks:
         path = accuracy_file(row, task)

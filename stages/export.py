@@ -1,0 +1,111 @@
+"""``python -m stages.export``: a row as an ordinary Hugging Face checkpoint that needs nothing of this project.
+
+Reads the model, the row's adapter ``data/patch/<key>/``, and for the model card the row's artifacts. Writes
+``data/export/<key>/``: weights, configuration, tokenizer, ``README.md``; and, if the row has operators, the code that
+``trust_remote_code`` runs and the fingerprints that it checks. No stage of the pipeline: the folder is nobody's input.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from stages import modeling_ghosted
+from stages.base.checkpoint import check_weights, from_pretrained, load_tokenizer
+from stages.base.decoder import input_device
+from stages.base.device import forward_device
+from stages.model_card import model_card
+from stages.modeling_ghosted import FINGERPRINTS, FORMAT
+from stages.project import params
+from stages.project.artifacts import read_json, sha256, write_json, writing
+from stages.project.errors import UserError, run
+from stages.project.keys import parse_row
+from stages.project.paths import export_folder, patch_folder
+from stages.recovered import boundary_operator
+from stages.recovered.adapter import read_description
+from stages.recovered.boundary_operator import BoundaryOperator
+from stages.recovered.patched import load_row
+
+MAX_SHARD_SIZE = "5GB"
+CODE = (Path(modeling_ghosted.__file__), Path(boundary_operator.__file__))
+TEMPLATE = ("LlamaForCausalLM", "LlamaConfig", "ghosted_llama")
+"""What the modeling file, written for Llama, names that differs with the architecture."""
+
+
+def main() -> None:
+    """Export one row."""
+    row, _ = parse_row(__doc__)
+    settings = params.load()
+    params.check_name("params.yaml: the rows of grid", row.key, [declared.key for declared in settings.rows()])
+    source = settings.models[row.model]
+    description = None if row.dense else read_description(patch_folder(row))
+    card = model_card(row, settings, description)
+    tokenizer = load_tokenizer(row.model, source.trust_remote_code)
+    model, _ = load_row(row, settings)
+    with writing(export_folder(row)) as folder:
+        export(model, folder, description["operator_dtype"] if description else None)
+        tokenizer.save_pretrained(folder)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        expected = logits(model)
+        del model
+        check(folder, expected)
+    print(f"{row.key}: {export_folder(row)}")
+
+
+def export(model: PreTrainedModel, folder: Path, operator_dtype: str | None) -> None:
+    """Write a patched model into the new `folder`: as the stock architecture if it has no boundary operators.
+
+    Raises UserError when it has some and its class is not one of transformers: the exported code derives from it.
+    """
+    modules = [name for name, module in model.named_modules() if isinstance(module, BoundaryOperator)]
+    if modules and not type(model).__module__.startswith("transformers."):
+        raise UserError(f"{type(model).__name__} is code of the checkpoint's own; only classes of transformers export")
+    # Checkpoints of some architectures name weights otherwise than the model does; a class of its own has no such map.
+    model.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE, save_original_format=not modules)
+    if not modules:
+        return
+    config = read_json(folder / "config.json")
+    names = (type(model).__name__, type(model.config).__name__, f"ghosted_{config['model_type']}")
+    for file in CODE:
+        code = file.read_text(encoding="utf-8").replace("from stages.recovered.", "from .")
+        for written, wanted in zip(TEMPLATE, names, strict=True):
+            code = code.replace(written, wanted)
+        (folder / file.name).write_text(code, encoding="utf-8")
+    config |= {
+        "model_type": names[2],
+        "architectures": [f"Ghosted{names[0]}"],
+        "auto_map": {
+            "AutoConfig": f"modeling_ghosted.Ghosted{names[1]}",
+            "AutoModelForCausalLM": f"modeling_ghosted.Ghosted{names[0]}",
+        },
+        "boundary_operators": {"format_version": FORMAT, "modules": modules, "dtype": operator_dtype},
+    }
+    write_json(folder / "config.json", config)
+    checked = [folder / "config.json", *folder.glob("*.safetensors*")]
+    write_json(folder / FINGERPRINTS, {file.name: sha256(file) for file in sorted(checked)})
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel) -> Tensor:
+    """Logits of a few token ids, on the host."""
+    ids = torch.arange(16, device=input_device(model))[None] % model.config.vocab_size
+    found: Tensor = model(input_ids=ids).logits
+    return found.to(torch.get_default_device())
+
+
+def check(folder: Path, expected: Tensor) -> None:
+    """Raise UserError unless the checkpoint in `folder` loads as others will load it, and gives these logits."""
+    where = str(folder)
+    model, info = from_pretrained(
+        AutoModelForCausalLM, where, where, dtype="auto", trust_remote_code=True, output_loading_info=True
+    )
+    check_weights(info, where)
+    found = logits(model.to(forward_device()))
+    if not torch.equal(found, expected):
+        difference = (found - expected).abs().max().item()
+        raise UserError(f"{folder}: the checkpoint's logits differ from the row's, by up to {difference}")
+
+
+if __name__ == "__main__":
+    run(main)

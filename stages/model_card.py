@@ -1,0 +1,88 @@
+"""The model card of an exported row: how it was made, what it measured, how to load it."""
+
+import json
+from typing import Any
+
+from stages.project.keys import NONE, Row
+from stages.project.paths import accuracy_file, perplexity_file
+from stages.project.sections import Params
+from stages.recovered.adapter import DESCRIPTION
+from stages.reporting import results
+from stages.reporting.document import comparison, reading, settings_of
+
+PAPER = "https://arxiv.org/abs/2605.15491"
+
+
+def model_card(row: Row, settings: Params, description: dict[str, Any] | None) -> str:
+    """The card as Markdown with a YAML header. `description` is that of the adapter, None for the dense row."""
+    model = settings.models[row.model]
+    header = ["library_name: transformers", "pipeline_tag: text-generation"]
+    header += [f"base_model: {model.id}"] if model.id else []
+    header += ["tags: [layer-pruning, ghosted-layers]"]
+    base = f"{model.id} at commit {model.revision}" if model.id else row.model
+    parts = ["\n".join(["---", *header, "---"]), f"# {row.key}"]
+    if description is None:
+        parts.append(f"The dense model {base}, as it was evaluated. Its licence is the original's.")
+    else:
+        parts += _recipe(row, base, description)
+    parts += ["## Load it", _loading(bool(description and description["operators"]))]
+    parts += ["## Measured", *_measured(row, settings)]
+    if description is not None:
+        rest = {name: value for name, value in description.items() if not name.endswith("sha256")}
+        parts += ["## Recipe", f"What `{DESCRIPTION}` of the row says:"]
+        parts.append(f"```json\n{json.dumps(rest, indent=2, sort_keys=True)}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def _recipe(row: Row, base: str, description: dict[str, Any]) -> list[str]:
+    removed = ", ".join(map(str, description["removed_layers"]))
+    calibration = description["calibration"]
+    parts = [
+        f"{base} without {row.n} of its {description['base']['num_hidden_layers']} decoder layers ({removed}; "
+        f"criterion `{row.criterion}`). Its licence is the base model's."
+    ]
+    if description["operators"]:
+        parts.append(
+            f"At each cut one linear operator x → x + x M acts on the residual stream (`{row.operator}`, of *Ghosted "
+            f"Layers*, {PAPER}), solved in closed form from {calibration['tokens']:,} tokens of "
+            f"{calibration['corpus']}, without training."
+        )
+    else:
+        parts.append("It needs no operator at inference: its architecture is the stock one.")
+    return parts
+
+
+def _loading(operators: bool) -> str:
+    trust = ", trust_remote_code=True" if operators else ""
+    code = (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'folder = "."  # where this file is\n'
+        f"model = AutoModelForCausalLM.from_pretrained(folder{trust})\n"
+        f"tokenizer = AutoTokenizer.from_pretrained(folder{trust})"
+    )
+    note = (
+        "`trust_remote_code` runs `modeling_ghosted.py` and `boundary_operator.py`, which lie beside the weights and "
+        "put the operators in; without it, nothing loads. A file that is damaged, missing or edited is an error."
+    )
+    return f"```python\n{code}\n```" + (f"\n\n{note}" if operators else "")
+
+
+def _measured(row: Row, settings: Params) -> list[str]:
+    """The row's tables of the report, beside the dense row and, if that was evaluated, the row without operators."""
+    bare = Row(row.model, row.criterion, row.n)
+    operators = [NONE, row.operator] if bare in settings.rows() and row != bare else [row.operator]
+    rows = [Row(row.model), *(Row(row.model, row.criterion, row.n, operator) for operator in operators)]
+    tasks = [task for task in settings.grid.tasks if all(accuracy_file(of, task).exists() for of in rows)]
+    corpora = settings.text.perplexity.corpora if all(perplexity_file(of).exists() for of in rows) else []
+    if not tasks and not corpora:
+        return ["This row was not evaluated."]
+    grid = {"models": [row.model], "criteria": [row.criterion], "n": [row.n], "operators": operators, "tasks": tasks}
+    if row.dense:
+        grid |= {"criteria": [], "n": [], "operators": []}
+    perplexity = settings.text.perplexity.model_copy(update={"corpora": corpora})
+    restricted = {
+        "grid": settings.grid.model_copy(update=grid),
+        "text": settings.text.model_copy(update={"perplexity": perplexity}),
+    }
+    found = results.read(settings.model_copy(update=restricted))
+    return [*reading(found), *comparison(found, row.model, row.n), *settings_of(found, row.model)]

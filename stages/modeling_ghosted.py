@@ -1,0 +1,98 @@
+"""A causal language model without some of its decoder layers, with a boundary operator at each cut.
+
+Ghosted Layers (arXiv 2605.15491). The layers that stay are those of the stock architecture; ``boundary_operators`` in
+the configuration says where the operators are. A checkpoint carries this file and ``boundary_operator.py`` along, and
+needs nothing beside them but torch and transformers.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from stages.recovered.boundary_operator import AFTER, BEFORE, BoundaryOperator, attach
+
+FORMAT = 1
+FINGERPRINTS = "fingerprints.json"
+"""SHA-256 of the files that make the model, as exported; a model saved anew has none."""
+
+
+class GhostedLlamaConfig(LlamaConfig):
+    """The stock configuration, and the operators: ``format_version``; ``modules``, their names; ``dtype``.
+
+    `dtype` is that the operators are kept and computed in: `model`, the model's; or `float32`.
+    """
+
+    model_type = "ghosted_llama"
+    boundary_operators: dict[str, Any] | None = None
+
+
+class GhostedLlamaForCausalLM(LlamaForCausalLM):
+    """The stock model with boundary operators. Raises ValueError when the configuration does not describe them."""
+
+    config_class = GhostedLlamaConfig
+
+    def __init__(self, config: GhostedLlamaConfig):
+        super().__init__(config)
+        described = config.boundary_operators or {}
+        if described.get("format_version") != FORMAT:
+            raise ValueError(
+                f"config.json: boundary_operators.format_version {described.get('format_version')!r}; this code reads "
+                f"{FORMAT}"
+            )
+        if described.get("dtype") not in ("model", "float32"):
+            raise ValueError(f"config.json: boundary_operators.dtype {described.get('dtype')!r}: model or float32")
+        if described["dtype"] == "float32":
+            self._keep_in_fp32_modules_strict |= {BEFORE, AFTER}
+        for name in described.get("modules", ()):
+            layer, _, place = name.rpartition(".")
+            try:
+                attach(self.get_submodule(layer), _known(place), BoundaryOperator(config.hidden_size))
+            except (AttributeError, ValueError) as error:
+                raise ValueError(f"config.json: boundary_operators.modules: {name!r}: {error}") from error
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *arguments: Any, output_loading_info: bool = False, **options: Any
+    ) -> Any:
+        """As the stock model's, but a missing, unexpected or changed part is a ValueError that names it."""
+        if pretrained_model_name_or_path is not None:
+            check_files(Path(pretrained_model_name_or_path) / (options.get("subfolder") or ""))
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *arguments, output_loading_info=True, **options
+        )
+        for kind in ("missing_keys", "unexpected_keys"):
+            if info.get(kind):
+                raise ValueError(
+                    f"{pretrained_model_name_or_path}: {kind.replace('_', ' ')}: {', '.join(sorted(info[kind])[:5])}"
+                )
+        return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, save_directory: Any, *arguments: Any, **options: Any) -> None:
+        """As the stock model's; fingerprints of what was there before go."""
+        Path(save_directory, FINGERPRINTS).unlink(missing_ok=True)
+        super().save_pretrained(save_directory, *arguments, **options)
+
+
+def _known(place: str) -> str:
+    if place not in (BEFORE, AFTER):
+        raise ValueError(f"neither {BEFORE} nor {AFTER}")
+    return place
+
+
+def check_files(folder: Path) -> None:
+    """Raise ValueError when a file in `folder` is not the one that was exported."""
+    fingerprints = folder / FINGERPRINTS
+    if not fingerprints.is_file():
+        return
+    for name, expected in json.loads(fingerprints.read_text(encoding="utf-8")).items():
+        file = folder / name
+        if not file.is_file():
+            raise ValueError(f"{file}: is missing")
+        with file.open("rb") as stream:
+            if hashlib.file_digest(stream, "sha256").hexdigest() != expected:
+                raise ValueError(
+                    f"{file}: is damaged or was edited since the export; to load it all the same, delete {fingerprints}"
+                )

@@ -1,0 +1,129 @@
+"""The recovered model: a base model without the removed layers, a boundary operator at each cut.
+
+:func:`load_patched` puts an adapter (:mod:`stages.recovered.adapter`) on a base model; the result is still of the
+ordinary class.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from stages.base.checkpoint import load_model
+from stages.base.decoder import decoder_layers, execution_device, remove_layers
+from stages.boundaries import Segment, runs
+from stages.project.errors import UserError
+from stages.project.keys import Row
+from stages.project.paths import patch_folder
+from stages.project.sections import OperatorDtype, Params
+from stages.recovered.adapter import read_changes, read_description
+from stages.recovered.boundary_operator import AFTER, BEFORE, BoundaryOperator, attach
+
+
+def patch_model(
+    model: PreTrainedModel,
+    removed: list[int],
+    changes: Mapping[Segment, Tensor],
+    operator_dtype: OperatorDtype = "model",
+) -> None:
+    """Remove layers in place and put the operators in, given as M = W - I, [C, C], by the removed run they bridge.
+
+    An operator is applied to the input of the layer after the cut, or, where none is left after it, to the output of
+    the last layer, before the final norm, on the device of that layer and in its dtype (`model`) or in float32. Raises
+    ValueError when an operator's run is not one of the removed runs.
+    """
+    unknown = set(changes) - set(runs(removed))
+    if unknown:
+        raise ValueError(f"operators for {sorted(unknown)}, which are no removed runs of {removed}")
+    if removed:
+        remove_layers(model, removed)
+    layers = decoder_layers(model)
+    for segment, change in changes.items():
+        operator = BoundaryOperator(len(change))
+        operator.change.data = change
+        following = segment.end - sum(layer < segment.end for layer in removed)
+        layer = layers[min(following, len(layers) - 1)]
+        dtype = torch.float32 if operator_dtype == "float32" else next(layer.parameters()).dtype
+        operator.to(device=execution_device(layer), dtype=dtype)
+        attach(layer, BEFORE if following < len(layers) else AFTER, operator)
+
+
+def load_patched(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Put the adapter in `folder` on `base`, in place, and return it.
+
+    Raises UserError when the adapter is damaged, or does not fit the base's architecture, layers or hidden size.
+    """
+    description = read_description(folder)
+    found = base_shape(base)
+    for name, value in found.items():
+        if description["base"].get(name) != value:
+            wanted = description["base"].get(name)
+            raise UserError(f"{folder}: made for a model with {name} {wanted!r}, the base has {value!r}")
+    patch_model(base, description["removed_layers"], read_changes(folder, description), description["operator_dtype"])
+    return base
+
+
+def base_shape(model: PreTrainedModel) -> dict[str, Any]:
+    """What an adapter's base must agree in: architecture, number of decoder layers, hidden size."""
+    config = model.config
+    return {
+        "model_type": config.model_type,
+        "num_hidden_layers": len(decoder_layers(model)),
+        "hidden_size": config.hidden_size,
+    }
+
+
+class LoadedRow(NamedTuple):
+    """A row's model, ready to evaluate, and what it was made with."""
+
+    model: PreTrainedModel
+    made_with: dict[str, str | None]
+    """The columns calibration, boundary, options and operator_dtype of the evaluation tables.
+
+    All None for the dense row, and operator_dtype for a row without operators.
+    """
+
+
+def load_row(row: Row, settings: Params) -> LoadedRow:
+    """Load the model of a row of the tables: the base, with the row's adapter unless it is the dense row."""
+    made_with = dict.fromkeys(("calibration", "boundary", "options", "operator_dtype"))
+    if not row.dense:
+        description = read_description(patch_folder(row))
+        check_dtype(row, description, settings)
+        made_with = {name: description[name] for name in ("boundary", "operator_dtype")}
+        made_with["calibration"] = description["calibration"]["name"]
+        made_with["options"] = json.dumps(description["options"], sort_keys=True)
+    source = settings.models[row.model]
+    model = load_model(row.model, source.dtype, source.trust_remote_code)
+    return LoadedRow(model if row.dense else load_patched(model, patch_folder(row)), made_with)
+
+
+def check_dtype(row: Row, description: dict[str, Any], settings: Params) -> None:
+    """Raise UserError unless a row's adapter was solved for the dtype that its model now has in params.yaml."""
+    dtype = settings.models[row.model].dtype
+    if description["dtype"] != dtype:
+        raise UserError(
+            f"{patch_folder(row)}: made in {description['dtype']}, params.yaml: models.{row.model}.dtype is {dtype}; "
+            f"run `dvc repro`"
+        )
+
+
+def load_compared(row: Row, settings: Params) -> Iterator[tuple[Row, PreTrainedModel]]:
+    """The models that a pruned row is compared with, then its own: dense, without operators, with them.
+
+    Loaded one at a time, as they are asked for; no operator, no third one.
+    """
+    source = settings.models[row.model]
+    description = read_description(patch_folder(row))
+    check_dtype(row, description, settings)
+    dense, bare = Row(row.model), Row(row.model, row.criterion, row.n)
+    yield dense, load_model(row.model, source.dtype, source.trust_remote_code)
+    model = load_model(row.model, source.dtype, source.trust_remote_code)
+    patch_model(model, description["removed_layers"], {})
+    yield bare, model
+    if description["operators"]:
+        yield row, load_row(row, settings).model
