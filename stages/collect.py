@@ -37,8 +37,7 @@ def main() -> None:
     segments = sorted({*removed, *(piece for cut in removed for piece in pieces(cut, boundary))})
     model = load_model(row.model, source.dtype, source.trust_remote_code)
     sums = collect(model, calibration["input_ids"].tolist(), segments, batch_tokens())
-    first = selection.iloc[0]
-    metadata = {"calibration": first["calibration"], "dtype": source.dtype, "boundary": boundary}
+    metadata = {"calibration": calibration["calibration"].iloc[0], "dtype": source.dtype, "boundary": boundary}
     write_tensors(collect_file(row), to_tensors(sums), metadata)
 
 

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from stages import modeling_ghosted
-from stages.base.checkpoint import check_weights, from_pretrained, load_tokenizer
+from stages.base.checkpoint import load_tokenizer, load_weights
 from stages.base.decoder import input_device
-from stages.base.device import forward_device
 from stages.model_card import model_card
 from stages.modeling_ghosted import FINGERPRINTS, FORMAT
 from stages.project import params
@@ -96,12 +95,7 @@ def logits(model: PreTrainedModel) -> Tensor:
 
 def check(folder: Path, expected: Tensor) -> None:
     """Raise UserError unless the checkpoint in `folder` loads as others will load it, and gives these logits."""
-    where = str(folder)
-    model, info = from_pretrained(
-        AutoModelForCausalLM, where, where, dtype="auto", trust_remote_code=True, output_loading_info=True
-    )
-    check_weights(info, where)
-    found = logits(model.to(forward_device()))
+    found = logits(load_weights(str(folder), folder.name, dtype="auto", trust_remote_code=True))
     if not torch.equal(found, expected):
         difference = (found - expected).abs().max().item()
         raise UserError(f"{folder}: the checkpoint's logits differ from the row's, by up to {difference}")

@@ -4,10 +4,10 @@ import json
 from typing import Any
 
 from stages.project.keys import NONE, Row
-from stages.project.paths import accuracy_file, perplexity_file
+from stages.project.paths import accuracy_file, cost_file, perplexity_file
 from stages.project.sections import Params
 from stages.recovered.adapter import DESCRIPTION
-from stages.reporting import results
+from stages.reporting import results, usage
 from stages.reporting.document import comparison, reading, settings_of
 
 PAPER = "https://arxiv.org/abs/2605.15491"
@@ -79,10 +79,13 @@ def _measured(row: Row, settings: Params) -> list[str]:
     grid = {"models": [row.model], "criteria": [row.criterion], "n": [row.n], "operators": operators, "tasks": tasks}
     if row.dense:
         grid |= {"criteria": [], "n": [], "operators": []}
+    costs = [row.key] if row.key in settings.cost.rows and cost_file(row).exists() else []
     perplexity = settings.text.perplexity.model_copy(update={"corpora": corpora})
     restricted = {
         "grid": settings.grid.model_copy(update=grid),
+        "cost": settings.cost.model_copy(update={"rows": costs}),
         "text": settings.text.model_copy(update={"perplexity": perplexity}),
     }
     found = results.read(settings.model_copy(update=restricted))
-    return [*reading(found), *comparison(found, row.model, row.n), *settings_of(found, row.model)]
+    tables = [*comparison(found, row.model, row.n), *usage.texts(found, row.model, row.n)]
+    return [*reading(found), *tables, *usage.costs(found, row.model), *settings_of(found, row.model)]

@@ -355,3 +355,60 @@ def test_a_mistake_is_all_that_a_process_prints(project, tiny_model, tiny_tokeni
     done = project.run("python", "-m", "stages.score", "--model", "tiny", PYTHONPATH=str(ROOT))
     assert done.returncode == 2
     assert re.fullmatch(r"error: output of model\.layers\.3: NaN or infinity .+\n", done.stdout), done.stdout
+
+
+def test_export_of_a_row(project, capfd):
+    project.stage("export", *arguments(GHOST))
+    folder = project.folder / f"data/export/{GHOST.key}"
+    assert sorted(file.name for file in folder.iterdir()) == [
+        *("README.md", "boundary_operator.py", "config.json", "fingerprints.json", "generation_config.json"),
+        *("model.safetensors", "modeling_ghosted.py", "tokenizer.json", "tokenizer_config.json"),
+    ]
+    assert f"{GHOST.key}: data/export/{GHOST.key}" in capfd.readouterr().out
+    card = (folder / "README.md").read_text()
+    report = (project.folder / "reports/report.md").read_text()
+    of_row = [line for line in report.splitlines() if line.startswith("| streamline") and "ghost" in line]
+    numbers = of_row[0].replace("*", "").split(" | ")
+    shown = next(line for line in card.splitlines() if line.startswith("| streamline | ghost")).replace("*", "")
+    assert [cell.strip() for cell in shown.split(" | ")] == [cell.strip() for cell in numbers]
+    recipe = json.loads(card.split("```json")[1].split("```")[0])
+    assert recipe["removed_layers"] == sorted(table(project, Path("data/select/tiny-streamline-2.parquet"))["layer"])
+    assert recipe["calibration"]["tokens"] == 8 * 32
+    assert {name: recipe["calibration"][name] for name in ("corpus", "sequences", "seqlen", "seed")} == {
+        "corpus": "notes",
+        "sequences": 8,
+        "seqlen": 32,
+        "seed": 0,
+    }
+    assert "trust_remote_code=True" in card
+    assert project.partial() == []
+
+
+def test_export_of_rows_that_need_no_operator(project):
+    for row in (Row("tiny"), Row("tiny", "streamline", 2, "none")):
+        project.stage("export", *arguments(row))
+        folder = project.folder / f"data/export/{row.key}"
+        assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
+        assert not list(folder.glob("*.py"))
+        card = (folder / "README.md").read_text()
+        assert "trust_remote_code" not in card
+        assert "| dense " in card
+        assert ("It needs no operator" in card) == (not row.dense)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (Row("tiny", "streamline", 3, "ghost"), "'tiny-streamline-3-ghost' is unknown"),
+        (Row("tiny", "shortgpt", 2, "ghost"), "data/patch/tiny-shortgpt-2-ghost/adapter.json: not found"),
+    ],
+)
+def test_export_of_what_is_not_there(row, message, project, fails):
+    shutil.rmtree(project.folder / "data/patch/tiny-shortgpt-2-ghost")
+    assert message in fails("export", *arguments(row))
+    assert not (project.folder / "data/export").exists()
+
+
+def test_export_after_another_dtype(project, fails):
+    project.set(models={"tiny": {"path": str(CHECKPOINT), "dtype": "bfloat16"}})
+    assert "made in float32, params.yaml: models.tiny.dtype is bfloat16" in fails("export", *arguments(GHOST))

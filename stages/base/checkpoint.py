@@ -85,16 +85,20 @@ def load_model(name: str, dtype: str, trust_remote_code: bool) -> PreTrainedMode
     devices = device_map()
     if isinstance(devices, dict):
         check_device_map(devices, config, trust_remote_code, place)
+    return load_weights(place, name, dtype=getattr(torch, dtype), **options)
+
+
+def load_weights(place: str, name: str, **options: Any) -> PreTrainedModel:
+    """The model of a checkpoint, in evaluation mode, where the run-time settings put it.
+
+    `name` is that of a folder for what a device map puts on disk, `options` are those of ``from_pretrained``. Raises
+    UserError when the checkpoint cannot be read, or its weights are not exactly the model's.
+    """
+    devices = device_map()
     if devices is not None:
         options |= {"device_map": devices, "offload_folder": str(OFFLOAD / name)}
     model, info = from_pretrained(
-        AutoModelForCausalLM,
-        place,
-        place,
-        dtype=getattr(torch, dtype),
-        use_safetensors=True,
-        output_loading_info=True,
-        **options,
+        AutoModelForCausalLM, place, place, use_safetensors=True, output_loading_info=True, **options
     )
     check_weights(info, place)
     if devices is None:
