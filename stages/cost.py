@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -27,6 +27,13 @@ from stages.project.sections import Cost
 from stages.recovered.boundary_operator import BoundaryOperator
 from stages.recovered.patched import load_compared
 from stages.weights import operator_parameters, parameters, weight_bytes
+
+ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+        lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call]
+    )
+}
+"""What torch's counter does not know, unlike the operations that other devices use for the same."""
 
 
 def main() -> None:
@@ -77,7 +84,7 @@ def size(model: PreTrainedModel, prompts: Tensor, new_tokens: int) -> dict[str, 
     """Parameters, bytes and floating-point operations of a model; runs it once, which warms it up."""
     weights = weight_bytes(model)
     peak = peak_allocation(lambda: decode(model, *prefill(model, prompts), new_tokens))
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
         prefill(model, prompts)
     operators = [module for module in model.modules() if isinstance(module, BoundaryOperator)]
     return {

@@ -6,13 +6,15 @@ Reads the model, the row's adapter ``data/patch/<key>/``, and for the model card
 """
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from stages import modeling_ghosted
-from stages.base.checkpoint import load_tokenizer, load_weights
+from stages.base.checkpoint import from_pretrained, load_tokenizer, load_weights
 from stages.base.decoder import input_device
 from stages.model_card import model_card
 from stages.modeling_ghosted import FINGERPRINTS, FORMAT
@@ -28,6 +30,7 @@ from stages.recovered.patched import load_row
 
 MAX_SHARD_SIZE = "5GB"
 CODE = (Path(modeling_ghosted.__file__), Path(boundary_operator.__file__))
+SAMPLE = "Layers 12-18 were removed; naïve, isn't it?\n\tYes."
 TEMPLATE = ("LlamaForCausalLM", "LlamaConfig", "ghosted_llama")
 """What the modeling file, written for Llama, names that differs with the architecture."""
 
@@ -48,7 +51,7 @@ def main() -> None:
         (folder / "README.md").write_text(card, encoding="utf-8")
         expected = logits(model)
         del model
-        check(folder, expected)
+        check(folder, expected, tokenizer)
     print(f"{row.key}: {export_folder(row)}")
 
 
@@ -81,7 +84,7 @@ def export(model: PreTrainedModel, folder: Path, operator_dtype: str | None) -> 
         "boundary_operators": {"format_version": FORMAT, "modules": modules, "dtype": operator_dtype},
     }
     write_json(folder / "config.json", config)
-    checked = [folder / "config.json", *folder.glob("*.safetensors*")]
+    checked = [folder / "config.json", *folder.glob("*.safetensors*"), *folder.glob("*.py")]
     write_json(folder / FINGERPRINTS, {file.name: sha256(file) for file in sorted(checked)})
 
 
@@ -93,12 +96,19 @@ def logits(model: PreTrainedModel) -> Tensor:
     return found.to(torch.get_default_device())
 
 
-def check(folder: Path, expected: Tensor) -> None:
-    """Raise UserError unless the checkpoint in `folder` loads as others will load it, and gives these logits."""
-    found = logits(load_weights(str(folder), folder.name, dtype="auto", trust_remote_code=True))
+def check(folder: Path, expected: Tensor, tokenizer: Tokenizer) -> None:
+    """Raise UserError unless `folder` loads as others will load it, with these logits and this tokenizer's ids."""
+    with TemporaryDirectory() as aside:
+        # Under a name of its own, the same each time: transformers keeps the code of a checkpoint under its name.
+        place = Path(aside) / "exported"
+        place.symlink_to(folder.absolute(), target_is_directory=True)
+        found = logits(load_weights(str(place), place.name, dtype="auto", trust_remote_code=True))
+        loaded = from_pretrained(AutoTokenizer, str(place), str(folder), trust_remote_code=True)
     if not torch.equal(found, expected):
         difference = (found - expected).abs().max().item()
         raise UserError(f"{folder}: the checkpoint's logits differ from the row's, by up to {difference}")
+    if loaded(SAMPLE)["input_ids"] != tokenizer(SAMPLE)["input_ids"]:
+        raise UserError(f"{folder}: the tokenizer saved there reads text otherwise than the row's")
 
 
 if __name__ == "__main__":

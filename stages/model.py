@@ -87,7 +87,8 @@ def convert_gguf(file: Path, dtype: str, target: Path, where: str) -> None:
     with writing(target) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        write_json(folder / SOURCE, {"kind": "gguf", "location": str(file), "sha256": sha256(file)})
+        files = fingerprints(folder, where)
+        write_json(folder / SOURCE, {"kind": "gguf", "location": str(file), "sha256": sha256(file), "files": files})
 
 
 def check_gguf(file: Path, where: str) -> None:

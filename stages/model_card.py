@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from stages.project.keys import NONE, Row
-from stages.project.paths import accuracy_file, cost_file, perplexity_file
+from stages.project.paths import accuracy_file, cost_file, perplexity_file, text_file
 from stages.project.sections import Params
 from stages.recovered.adapter import DESCRIPTION
 from stages.reporting import results, usage
@@ -62,30 +62,35 @@ def _loading(operators: bool) -> str:
     )
     note = (
         "`trust_remote_code` runs `modeling_ghosted.py` and `boundary_operator.py`, which lie beside the weights and "
-        "put the operators in; without it, nothing loads. A file that is damaged, missing or edited is an error."
+        "put the operators in; without it, `AutoModelForCausalLM` refuses. Weights, configuration and code that are "
+        "damaged, missing or edited are an error (`fingerprints.json`; a model saved anew has none). For LoRA, name "
+        "`target_modules`; `modules_to_save=['boundary_before']` trains the operators too."
     )
     return f"```python\n{code}\n```" + (f"\n\n{note}" if operators else "")
 
 
 def _measured(row: Row, settings: Params) -> list[str]:
-    """The row's tables of the report, beside the dense row and, if that was evaluated, the row without operators."""
-    bare = Row(row.model, row.criterion, row.n)
-    operators = [NONE, row.operator] if bare in settings.rows() and row != bare else [row.operator]
-    rows = [Row(row.model), *(Row(row.model, row.criterion, row.n, operator) for operator in operators)]
+    """The row's tables of the report, beside the dense row and, as far as evaluated, the row without operators."""
+    rows, bare = [Row(row.model), row], Row(row.model, row.criterion, row.n)
+    texts = all(perplexity_file(of).exists() and text_file(of).exists() for of in rows)
     tasks = [task for task in settings.grid.tasks if all(accuracy_file(of, task).exists() for of in rows)]
-    corpora = settings.text.perplexity.corpora if all(perplexity_file(of).exists() for of in rows) else []
-    if not tasks and not corpora:
-        return ["This row was not evaluated."]
+    if not texts and not tasks:
+        return ["This row and the dense one were not both evaluated."]
+    needed = [perplexity_file(bare), text_file(bare)] if texts else []
+    needed += [accuracy_file(bare, task) for task in tasks]
+    beside = bare in settings.rows() and row != bare and all(file.exists() for file in needed)
+    operators = [NONE, row.operator] if beside else [row.operator]
     grid = {"models": [row.model], "criteria": [row.criterion], "n": [row.n], "operators": operators, "tasks": tasks}
     if row.dense:
         grid |= {"criteria": [], "n": [], "operators": []}
+    text, generate = settings.text, settings.generate
+    restricted: dict[str, Any] = {"grid": settings.grid.model_copy(update=grid)}
+    if not texts:
+        perplexity = text.perplexity.model_copy(update={"corpora": []})
+        restricted["text"] = text.model_copy(update={"perplexity": perplexity})
+        restricted["generate"] = generate.model_copy(update={"prompts": []})
     costs = [row.key] if row.key in settings.cost.rows and cost_file(row).exists() else []
-    perplexity = settings.text.perplexity.model_copy(update={"corpora": corpora})
-    restricted = {
-        "grid": settings.grid.model_copy(update=grid),
-        "cost": settings.cost.model_copy(update={"rows": costs}),
-        "text": settings.text.model_copy(update={"perplexity": perplexity}),
-    }
+    restricted["cost"] = settings.cost.model_copy(update={"rows": costs})
     found = results.read(settings.model_copy(update=restricted))
     tables = [*comparison(found, row.model, row.n), *usage.texts(found, row.model, row.n)]
     return [*reading(found), *tables, *usage.costs(found, row.model), *settings_of(found, row.model)]

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM
 
 from stages.recovered.boundary_operator import AFTER, BEFORE, BoundaryOperator, attach
 
@@ -29,29 +29,22 @@ class GhostedLlamaConfig(LlamaConfig):
     boundary_operators: dict[str, Any] | None = None
 
 
-class GhostedLlamaForCausalLM(LlamaForCausalLM):
+# Transformers derives a new class, one per load, from one of a checkpoint that does not name GenerationMixin itself.
+class GhostedLlamaForCausalLM(LlamaForCausalLM, GenerationMixin):
     """The stock model with boundary operators. Raises ValueError when the configuration does not describe them."""
 
     config_class = GhostedLlamaConfig
 
     def __init__(self, config: GhostedLlamaConfig):
         super().__init__(config)
-        described = config.boundary_operators or {}
-        if described.get("format_version") != FORMAT:
-            raise ValueError(
-                f"config.json: boundary_operators.format_version {described.get('format_version')!r}; this code reads "
-                f"{FORMAT}"
-            )
-        if described.get("dtype") not in ("model", "float32"):
-            raise ValueError(f"config.json: boundary_operators.dtype {described.get('dtype')!r}: model or float32")
-        if described["dtype"] == "float32":
-            self._keep_in_fp32_modules_strict |= {BEFORE, AFTER}
-        for name in described.get("modules", ()):
+        for name in described_operators(config.boundary_operators):
             layer, _, place = name.rpartition(".")
             try:
-                attach(self.get_submodule(layer), _known(place), BoundaryOperator(config.hidden_size))
-            except (AttributeError, ValueError) as error:
+                attach(self.get_submodule(layer), place, BoundaryOperator(config.hidden_size))
+            except AttributeError as error:
                 raise ValueError(f"config.json: boundary_operators.modules: {name!r}: {error}") from error
+        if (config.boundary_operators or {})["dtype"] == "float32":
+            self._keep_in_fp32_modules_strict |= {BEFORE, AFTER}
 
     @classmethod
     def from_pretrained(
@@ -59,15 +52,14 @@ class GhostedLlamaForCausalLM(LlamaForCausalLM):
     ) -> Any:
         """As the stock model's, but a missing, unexpected or changed part is a ValueError that names it."""
         if pretrained_model_name_or_path is not None:
-            check_files(Path(pretrained_model_name_or_path) / (options.get("subfolder") or ""))
+            check_files(Path(pretrained_model_name_or_path))
         model, info = super().from_pretrained(
             pretrained_model_name_or_path, *arguments, output_loading_info=True, **options
         )
-        for kind in ("missing_keys", "unexpected_keys"):
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if info.get(kind):
-                raise ValueError(
-                    f"{pretrained_model_name_or_path}: {kind.replace('_', ' ')}: {', '.join(sorted(info[kind])[:5])}"
-                )
+                names = ", ".join(sorted(map(str, info[kind]))[:5])
+                raise ValueError(f"{pretrained_model_name_or_path}: {kind.replace('_', ' ')}: {names}")
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory: Any, *arguments: Any, **options: Any) -> None:
@@ -76,10 +68,25 @@ class GhostedLlamaForCausalLM(LlamaForCausalLM):
         super().save_pretrained(save_directory, *arguments, **options)
 
 
-def _known(place: str) -> str:
-    if place not in (BEFORE, AFTER):
-        raise ValueError(f"neither {BEFORE} nor {AFTER}")
-    return place
+def described_operators(described: Any) -> list[str]:
+    """The names of the operators, such as ``model.layers.12.boundary_before``.
+
+    Raises ValueError when `described`, of the configuration, is of another format.
+    """
+    where = "config.json: boundary_operators"
+    if not isinstance(described, dict):
+        raise ValueError(f"{where} = {described!r}: must be an object")
+    version, dtype, modules = (described.get(name) for name in ("format_version", "dtype", "modules"))
+    if version is True or version != FORMAT:
+        raise ValueError(f"{where}.format_version = {version!r}; this code reads {FORMAT}")
+    if dtype not in ("model", "float32"):
+        raise ValueError(f"{where}.dtype = {dtype!r}: must be model or float32")
+    if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
+        raise ValueError(f"{where}.modules = {modules!r}: must be a list of names")
+    for name in modules:
+        if name.rpartition(".")[2] not in (BEFORE, AFTER) or modules.count(name) > 1:
+            raise ValueError(f"{where}.modules: {name!r}: is listed twice, or ends in neither {BEFORE} nor {AFTER}")
+    return modules
 
 
 def check_files(folder: Path) -> None:
@@ -87,7 +94,13 @@ def check_files(folder: Path) -> None:
     fingerprints = folder / FINGERPRINTS
     if not fingerprints.is_file():
         return
-    for name, expected in json.loads(fingerprints.read_text(encoding="utf-8")).items():
+    try:
+        known = dict(json.loads(fingerprints.read_text(encoding="utf-8")))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{fingerprints}: is damaged: {error}") from error
+    if "config.json" not in known:
+        raise ValueError(f"{fingerprints}: is damaged: it does not name config.json")
+    for name, expected in known.items():
         file = folder / name
         if not file.is_file():
             raise ValueError(f"{file}: is missing")

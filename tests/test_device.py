@@ -113,7 +113,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: Build) ->
     def save(architecture: str, **changes: Any) -> PreTrainedModel:
         model = tiny_model(architecture, **changes)
         model.save_pretrained(model_folder("tiny"))
-        (model_folder("tiny") / SOURCE).write_text('{"kind": "gguf"}')
+        (model_folder("tiny") / SOURCE).write_text('{"kind": "gguf", "files": {}}')
         return model
 
     return save

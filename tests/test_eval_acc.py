@@ -78,7 +78,7 @@ def project(tmp_path, monkeypatch):
     shutil.copytree(SOURCE / "stages/tasks", tmp_path / "stages/tasks")
     for folder in ("data/model/smollm2", "data/patch/smollm2-streamline-7-ghost"):
         (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "data/model/smollm2" / checkpoint.SOURCE).write_text('{"kind": "gguf"}', encoding="utf-8")
+    (tmp_path / "data/model/smollm2" / checkpoint.SOURCE).write_text('{"kind": "gguf", "files": {}}', encoding="utf-8")
     (tmp_path / "params.yaml").write_text(
         (SOURCE / "profiles/embedded.yaml").read_text(encoding="utf-8"), encoding="utf-8"
     )
@@ -171,7 +171,7 @@ def test_answers_agree_with_one_forward_pass_per_choice(name, batch_size, model,
 def test_answers_of_a_model_partly_on_disk(name, project, model, tokenizer, monkeypatch):
     folder = project / "data/model/smollm2"
     model.save_pretrained(folder)
-    (folder / checkpoint.SOURCE).write_text('{"kind": "gguf"}', encoding="utf-8")
+    (folder / checkpoint.SOURCE).write_text('{"kind": "gguf", "files": {}}', encoding="utf-8")
     places = {"embed_tokens": "disk", "layers.0": "cpu", "layers.1": "disk", "layers.2": "cpu", "norm": "disk"}
     devices = {f"model.{module}": place for module, place in places.items()}
     monkeypatch.setenv("GHOSTED_DEVICE_MAP", json.dumps({**devices, "lm_head": "disk"}))

@@ -1,5 +1,6 @@
 """The exported checkpoint: that it loads without this project, is the model that was evaluated, and hides no fault."""
 
+import io
 import json
 import subprocess
 import sys
@@ -164,11 +165,13 @@ OPERATORS = {"format_version": 1, "dtype": "model", "modules": ["model.layers.1.
         ({"num_hidden_layers": 2}, "'model.layers.2.boundary_before': ModuleList has no attribute `2`"),
         ({"num_hidden_layers": 4}, r"missing keys: model.layers.3"),
         ({"boundary_operators": OPERATORS}, "unexpected keys: model.layers.2.boundary_before.change"),
-        ({"boundary_operators": None}, r"config.json: boundary_operators.format_version None; this code reads 1"),
-        ({"boundary_operators": {**OPERATORS, "format_version": 2}}, "format_version 2; this code reads 1"),
-        ({"boundary_operators": {**OPERATORS, "dtype": "float64"}}, "dtype 'float64': model or float32"),
+        ({"boundary_operators": None}, "config.json: boundary_operators = None: must be an object"),
+        ({"boundary_operators": {**OPERATORS, "format_version": 2}}, "format_version = 2; this code reads 1"),
+        ({"boundary_operators": {**OPERATORS, "dtype": "float64"}}, "dtype = 'float64': must be model or float32"),
         ({"boundary_operators": {**OPERATORS, "modules": ["model.layers.9.boundary_before"]}}, "'model.layers.9"),
         ({"boundary_operators": {**OPERATORS, "modules": ["model.layers.1.boundary"]}}, "neither boundary_before nor"),
+        ({"boundary_operators": {**OPERATORS, "modules": 2 * OPERATORS["modules"]}}, "is listed twice"),
+        ({"boundary_operators": {**OPERATORS, "modules": None}}, "modules = None: must be a list of names"),
         ({"tie_word_embeddings": False}, "missing keys: lm_head.weight"),
     ],
     ids=str,
@@ -191,6 +194,30 @@ def test_missing_and_unexpected_weights(name: str, exported: Path) -> None:
     save_file({**weights, name: removed, "model.layers.7.extra": removed.clone()}, file, {"format": "pt"})
     with pytest.raises(ValueError, match="unexpected keys: model.layers.7.extra"):
         load(exported)
+
+
+@pytest.mark.parametrize("name", ["config.json", "boundary_operator.py", "modeling_ghosted.py"])
+def test_edited_files_are_named(name: str, exported: Path) -> None:
+    with (exported / name).open("a") as file:
+        file.write("\n")
+    with pytest.raises(ValueError, match=f"{name}: is damaged or was edited since the export"):
+        load(exported)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "{}"])
+def test_damaged_fingerprints_are_named(content: str, exported: Path) -> None:
+    (exported / FINGERPRINTS).write_text(content)
+    with pytest.raises(ValueError, match=f"{FINGERPRINTS}: is damaged"):
+        load(exported)
+
+
+@architectures
+def test_class_is_one_and_the_same(architecture: str, tiny_model: Build, tmp_path: Path) -> None:
+    export(patched(tiny_model, architecture), tmp_path / architecture, "model")
+    first, second = load(tmp_path / architecture), load(tmp_path / architecture)
+    assert type(first) is type(second)
+    buffer = io.BytesIO()
+    torch.save(first, buffer)
 
 
 def test_damaged_files_are_named(exported: Path) -> None:

@@ -112,6 +112,7 @@ def test_step_of_lora(trained: list[str], exported: Path, token_ids: Tensor) -> 
 
 QUANTISED = """
 import sys, torch
+from torchao.quantization import Int8WeightOnlyConfig
 from transformers import AutoModelForCausalLM, TorchAoConfig
 quantised, whole = (
     AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True, quantization_config=wanted)

@@ -75,7 +75,13 @@ def test_converted_gguf_is_an_ordinary_checkpoint(tiny_model: Build, tiny_tokeni
         assert torch.equal(found.state_dict()[name], original.state_dict()[name]), name
     assert load_tokenizer("tiny", False)("the river")["input_ids"] == tiny_tokenizer("the river")["input_ids"]
     source = json.loads((model_folder("tiny") / SOURCE).read_text())
+    files = source.pop("files")
     assert source == {"kind": "gguf", "location": "tiny.gguf", "sha256": stage.sha256(Path("tiny.gguf"))}
+    weights = model_folder("tiny") / "model.safetensors"
+    assert files[weights.name]["sha256"] == stage.sha256(weights)
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(UserError, match=r"model.safetensors: changed since it was recorded"):
+        load_tokenizer("tiny", False)
 
 
 def test_gguf_without_a_tensor_is_refused(tiny_model: Build, tiny_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -411,4 +411,44 @@ def test_export_of_what_is_not_there(row, message, project, fails):
 
 def test_export_after_another_dtype(project, fails):
     project.set(models={"tiny": {"path": str(CHECKPOINT), "dtype": "bfloat16"}})
-    assert "made in float32, params.yaml: models.tiny.dtype is bfloat16" in fails("export", *arguments(GHOST))
+    assert "dtype was float32, is now bfloat16; run `dvc repro`" in fails("export", *arguments(GHOST))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"solve__ghost": {"ridge": 0.1}}, "options was {'ridge': 1e-06}, is now {'ridge': 0.1}"),
+        ({"patch__operator_dtype": "float32"}, "operator_dtype was model, is now float32"),
+        ({"text__calibration__seed": 1}, "'seed': 0}, is now"),
+        ({"collect__boundary": "layer"}, "boundary was run, is now layer"),
+    ],
+    ids=str,
+)
+def test_export_of_what_params_yaml_no_longer_says(changes, message, project, fails):
+    project.set(**changes)
+    assert message in fails("export", *arguments(GHOST))
+
+
+def test_export_onto_another_base(project, fails):
+    weights = project.folder / CHECKPOINT / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x00")
+    assert "model.safetensors: changed since it was recorded" in fails("export", *arguments(GHOST))
+    record(project)
+    assert "base was {'files'" in fails("export", *arguments(GHOST))
+
+
+def test_export_beside_what_was_evaluated(project):
+    folder = project.folder / "data/eval_ppl"
+    (folder / "tiny-streamline-2-none.parquet").unlink()
+    card = project.folder / f"data/export/{GHOST.key}/README.md"
+    project.stage("export", *arguments(GHOST))
+    assert "| streamline | ghost" in card.read_text()
+    assert "| streamline | none" not in card.read_text()
+    (folder / "tiny-dense.parquet").unlink()
+    project.stage("export", *arguments(GHOST))
+    assert "This row and the dense one were not both evaluated." in card.read_text()
+
+
+def test_export_where_nothing_can_be_written(project, fails):
+    (project.folder / "data/export").write_text("a file")
+    assert f"data/export/{GHOST.key}: cannot be written" in fails("export", *arguments(GHOST))

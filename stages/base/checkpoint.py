@@ -30,11 +30,9 @@ def location(name: str) -> tuple[str, dict[str, Any]]:
     Raises UserError when a local checkpoint's files are not those that the stage `model` saw.
     """
     source = read_json(model_folder(name) / SOURCE)
-    if source["kind"] == "gguf":
-        return str(model_folder(name)), {}
     if source["kind"] == "id":
         return source["location"], {"revision": source["revision"]}
-    folder = Path(source["location"])
+    folder = model_folder(name) if source["kind"] == "gguf" else Path(source["location"])
     memo = read_json(MEMO) if MEMO.exists() else {}
     for relative, known in source["files"].items():
         file = folder / relative

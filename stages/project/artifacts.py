@@ -34,7 +34,8 @@ VERSIONED = ("torch", "transformers", "tokenizers", "datasets", "lm-eval", "pyar
 def writing(path: Path) -> Iterator[Path]:
     """Yield a temporary path on the same file system; on success it replaces `path` (a file or a folder).
 
-    On any exception what was written is removed and `path` stays as it was.
+    On any exception what was written is removed and `path` stays as it was. Raises UserError when the file system
+    refuses.
     """
     name = path.as_posix().replace("/", "+")
     PARTIAL.mkdir(parents=True, exist_ok=True)
@@ -48,6 +49,8 @@ def writing(path: Path) -> Iterator[Path]:
         if path.is_dir():
             shutil.rmtree(path)
         partial.replace(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error}") from error
     finally:
         _remove(partial)
 

@@ -196,7 +196,11 @@ COST = Schema(
             pa.int64(),
             "weight_bytes and the most bytes of other tensors alive at once in a prefill and its decoding",
         ),
-        Column("prefill_flops", pa.int64(), "floating-point operations of the matrix products of a prefill"),
+        Column(
+            "prefill_flops",
+            pa.int64(),
+            "floating-point operations of a prefill's matrix products, as if no mask",
+        ),
         Column("operator_flops", pa.int64(), "those of its boundary operators alone"),
     )
 )

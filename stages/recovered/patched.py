@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stages.base.checkpoint import load_model
+from stages.base.checkpoint import SOURCE, load_model
 from stages.base.decoder import decoder_layers, execution_device, remove_layers
 from stages.boundaries import Segment, runs
+from stages.project.artifacts import read_json
 from stages.project.errors import UserError
 from stages.project.keys import Row
-from stages.project.paths import patch_folder
+from stages.project.paths import model_folder, patch_folder
 from stages.project.sections import OperatorDtype, Params
 from stages.recovered.adapter import read_changes, read_description
 from stages.recovered.boundary_operator import AFTER, BEFORE, BoundaryOperator, attach
@@ -93,7 +94,7 @@ def load_row(row: Row, settings: Params) -> LoadedRow:
     made_with = dict.fromkeys(("calibration", "boundary", "options", "operator_dtype"))
     if not row.dense:
         description = read_description(patch_folder(row))
-        check_dtype(row, description, settings)
+        check_current(row, description, settings)
         made_with = {name: description[name] for name in ("boundary", "operator_dtype")}
         made_with["calibration"] = description["calibration"]["name"]
         made_with["options"] = json.dumps(description["options"], sort_keys=True)
@@ -102,14 +103,22 @@ def load_row(row: Row, settings: Params) -> LoadedRow:
     return LoadedRow(model if row.dense else load_patched(model, patch_folder(row)), made_with)
 
 
-def check_dtype(row: Row, description: dict[str, Any], settings: Params) -> None:
-    """Raise UserError unless a row's adapter was solved for the dtype that its model now has in params.yaml."""
-    dtype = settings.models[row.model].dtype
-    if description["dtype"] != dtype:
-        raise UserError(
-            f"{patch_folder(row)}: made in {description['dtype']}, params.yaml: models.{row.model}.dtype is {dtype}; "
-            f"run `dvc repro`"
-        )
+def check_current(row: Row, description: dict[str, Any], settings: Params) -> None:
+    """Raise UserError unless a row's adapter was made from the base that is there now, as params.yaml says now."""
+    names = ("corpus", "sequences", "seqlen", "seed")
+    wanted = {
+        "dtype": settings.models[row.model].dtype,
+        "boundary": settings.collect.boundary,
+        "options": settings.solve[row.operator],
+        "operator_dtype": settings.patch.operator_dtype if description["operators"] else None,
+        "calibration": {name: getattr(settings.text.calibration, name) for name in names},
+        "base": read_json(model_folder(row.model) / SOURCE),
+    }
+    calibration = {name: description["calibration"][name] for name in names}
+    found = {**description, "calibration": calibration, "base": description["base"]["source"]}
+    for name, now in wanted.items():
+        if found[name] != now:
+            raise UserError(f"{patch_folder(row)}: {name} was {found[name]}, is now {now}; run `dvc repro`")
 
 
 def load_compared(row: Row, settings: Params) -> Iterator[tuple[Row, PreTrainedModel]]:
@@ -119,7 +128,7 @@ def load_compared(row: Row, settings: Params) -> Iterator[tuple[Row, PreTrainedM
     """
     source = settings.models[row.model]
     description = read_description(patch_folder(row))
-    check_dtype(row, description, settings)
+    check_current(row, description, settings)
     dense, bare = Row(row.model), Row(row.model, row.criterion, row.n)
     yield dense, load_model(row.model, source.dtype, source.trust_remote_code)
     model = load_model(row.model, source.dtype, source.trust_remote_code)
