@@ -87,13 +87,14 @@ def size(model: PreTrainedModel, prompts: Tensor, new_tokens: int) -> dict[str, 
     with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
         prefill(model, prompts)
     operators = [module for module in model.modules() if isinstance(module, BoundaryOperator)]
+    matrices = [part for operator in operators for part in operator.parameters() if part.dim() == 2]
     return {
         "parameters": parameters(model),
         "operator_parameters": operator_parameters(model),
         "weight_bytes": weights,
         "peak_bytes": weights + peak,
         "prefill_flops": counter.get_total_flops(),
-        "operator_flops": sum(2 * operator.change.numel() * prompts.numel() for operator in operators),
+        "operator_flops": sum(2 * matrix.numel() * prompts.numel() for matrix in matrices),
     }
 
 

@@ -5,18 +5,13 @@ its adapter. Writes ``data/eval_ppl/<key>.parquet``, the negative log-likelihood
 corpus, and ``data/generate/<key>.parquet``, what the model writes after a few prompts.
 """
 
-from collections.abc import Sequence
-
 import pandas as pd
-import torch
-from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from stages.base.checkpoint import load_tokenizer
-from stages.base.decoder import input_device
-from stages.base.device import batch_tokens, batches
+from stages.base.device import batch_tokens
 from stages.generation import continuations
+from stages.likelihood import window_nll
 from stages.project import params
 from stages.project.artifacts import read_json, read_table, require, sha256, write_table
 from stages.project.errors import UserError, run
@@ -52,7 +47,7 @@ def corpora_nll(model: PreTrainedModel, corpora: dict[str, pd.DataFrame]) -> pd.
     """Every window's negative log-likelihood, nats, and number of predicted tokens, beside what identifies it."""
     frames = []
     for corpus, text in corpora.items():
-        nll = window_nll(model, text["input_ids"].tolist(), batch_tokens(), corpus)
+        nll = window_nll(model, text["input_ids"].tolist(), batch_tokens(), f"corpus {corpus}")
         frame = text[["corpus", "source", "bos", "cut", "seqlen", "seed"]].assign(
             window=text["sequence"], tokens=text["input_ids"].map(len) - 1, nll=nll
         )
@@ -73,36 +68,6 @@ def read_corpora(model: str) -> dict[str, pd.DataFrame]:
             raise UserError(f"{file}: is not the file listed in {corpora_index(model)}; run `dvc checkout`")
         found[corpus] = read_table(file, CORPUS_TEXT)
     return found
-
-
-@torch.no_grad()
-def window_nll(model: PreTrainedModel, windows: Sequence[Sequence[int]], tokens: int, corpus: str) -> list[float]:
-    """Sum of the negative log-likelihoods of tokens 1.. of each window given those before, nats.
-
-    One forward pass per batch of at most `tokens` tokens. Raises UserError, naming corpus and window, when a sum is
-    not finite.
-    """
-    sums: list[float] = []
-    for ids in tqdm(list(batches(windows, tokens, input_device(model))), desc=corpus, leave=False):
-        sums += sequence_nll(model(input_ids=ids, use_cache=False).logits, ids).tolist()
-    for window, nll in enumerate(sums):
-        if not torch.isfinite(torch.tensor(nll)):
-            raise UserError(f"corpus {corpus}, window {window}: the negative log-likelihood is {nll}")
-    return sums
-
-
-def sequence_nll(logits: Tensor, ids: Tensor) -> Tensor:
-    """Per sequence the summed negative log-likelihood of ids[:, 1:] under logits[:, :-1], nats, float64 [batch].
-
-    `logits` is [batch, tokens, vocabulary], `ids` [batch, tokens]. Log-softmax in float32, the sum in float64.
-    """
-    sums = []
-    for row, target in zip(logits[:, :-1], ids[:, 1:], strict=True):
-        # In pieces that stay in a processor's cache; all at once takes twice the time.
-        pieces = zip(row.split(64), target.split(64), strict=True)
-        nll = [torch.nn.functional.cross_entropy(piece.float(), wanted, reduction="none") for piece, wanted in pieces]
-        sums.append(torch.cat(nll).cpu().double().sum())
-    return torch.stack(sums)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,11 @@ def export(model: PreTrainedModel, folder: Path, operator_dtype: str | None) -> 
 
     Raises UserError when it has some and its class is not one of transformers: the exported code derives from it.
     """
-    modules = [name for name, module in model.named_modules() if isinstance(module, BoundaryOperator)]
+    modules = {
+        name: {"rank": module.rank, "bias": module.bias is not None}
+        for name, module in model.named_modules()
+        if isinstance(module, BoundaryOperator)
+    }
     if modules and not type(model).__module__.startswith("transformers."):
         raise UserError(f"{type(model).__name__} is code of the checkpoint's own; only classes of transformers export")
     # Checkpoints of some architectures name weights otherwise than the model does; a class of its own has no such map.

@@ -41,13 +41,15 @@ def _recipe(row: Row, base: str, description: dict[str, Any]) -> list[str]:
         f"{base} without {row.n} of its {description['base']['num_hidden_layers']} decoder layers ({removed}; "
         f"criterion `{row.criterion}`). Its licence is the base model's."
     ]
+    solved = (
+        f"solved in closed form from {calibration['tokens']:,} tokens of {calibration['corpus']}, without training "
+        f"(`{row.operator}`, in the framework of *Ghosted Layers*, {PAPER})"
+    )
     if description["operators"]:
-        parts.append(
-            f"At each cut one linear operator x → x + x M acts on the residual stream (`{row.operator}`, of *Ghosted "
-            f"Layers*, {PAPER}), solved in closed form from {calibration['tokens']:,} tokens of "
-            f"{calibration['corpus']}, without training."
-        )
-    else:
+        parts.append(f"At each cut one linear operator x → x + x M acts on the residual stream, {solved}.")
+    elif description["bridged"]:
+        parts.append(f"The down projection of the layer before each cut is a new one, {solved}.")
+    if not description["operators"]:
         parts.append("It needs no operator at inference: its architecture is the stock one.")
     return parts
 

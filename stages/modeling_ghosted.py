@@ -14,15 +14,16 @@ from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM
 
 from stages.recovered.boundary_operator import AFTER, BEFORE, BoundaryOperator, attach
 
-FORMAT = 1
+FORMAT = 2
 FINGERPRINTS = "fingerprints.json"
 """SHA-256 of the files that make the model, as exported; a model saved anew has none."""
 
 
 class GhostedLlamaConfig(LlamaConfig):
-    """The stock configuration, and the operators: ``format_version``; ``modules``, their names; ``dtype``.
+    """The stock configuration, and the operators: ``format_version``, ``modules``, ``dtype``.
 
-    `dtype` is that the operators are kept and computed in: `model`, the model's; or `float32`.
+    `modules` has, by name, the `rank` of each (null: one square matrix) and whether it has a `bias`. `dtype` is that
+    the operators are kept and computed in: `model`, the model's; or `float32`.
     """
 
     model_type = "ghosted_llama"
@@ -37,10 +38,10 @@ class GhostedLlamaForCausalLM(LlamaForCausalLM, GenerationMixin):
 
     def __init__(self, config: GhostedLlamaConfig):
         super().__init__(config)
-        for name in described_operators(config.boundary_operators):
+        for name, shape in described_operators(config.boundary_operators).items():
             layer, _, place = name.rpartition(".")
             try:
-                attach(self.get_submodule(layer), place, BoundaryOperator(config.hidden_size))
+                attach(self.get_submodule(layer), place, BoundaryOperator(config.hidden_size, **shape))
             except AttributeError as error:
                 raise ValueError(f"config.json: boundary_operators.modules: {name!r}: {error}") from error
         if (config.boundary_operators or {})["dtype"] == "float32":
@@ -53,6 +54,8 @@ class GhostedLlamaForCausalLM(LlamaForCausalLM, GenerationMixin):
         """As the stock model's, but a missing, unexpected or changed part is a ValueError that names it."""
         if pretrained_model_name_or_path is not None:
             check_files(Path(pretrained_model_name_or_path))
+        # Weights of another size are then reported, like all that does not fit, and refused below by name.
+        options["ignore_mismatched_sizes"] = True
         model, info = super().from_pretrained(
             pretrained_model_name_or_path, *arguments, output_loading_info=True, **options
         )
@@ -68,8 +71,8 @@ class GhostedLlamaForCausalLM(LlamaForCausalLM, GenerationMixin):
         super().save_pretrained(save_directory, *arguments, **options)
 
 
-def described_operators(described: Any) -> list[str]:
-    """The names of the operators, such as ``model.layers.12.boundary_before``.
+def described_operators(described: Any) -> dict[str, Any]:
+    """The rank and bias of each operator by its name, such as ``model.layers.12.boundary_before``.
 
     Raises ValueError when `described`, of the configuration, is of another format.
     """
@@ -81,11 +84,14 @@ def described_operators(described: Any) -> list[str]:
         raise ValueError(f"{where}.format_version = {version!r}; this code reads {FORMAT}")
     if dtype not in ("model", "float32"):
         raise ValueError(f"{where}.dtype = {dtype!r}: must be model or float32")
-    if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
-        raise ValueError(f"{where}.modules = {modules!r}: must be a list of names")
-    for name in modules:
-        if name.rpartition(".")[2] not in (BEFORE, AFTER) or modules.count(name) > 1:
-            raise ValueError(f"{where}.modules: {name!r}: is listed twice, or ends in neither {BEFORE} nor {AFTER}")
+    if not isinstance(modules, dict):
+        raise ValueError(f"{where}.modules = {modules!r}: must be an object")
+    for name, shape in modules.items():
+        if name.rpartition(".")[2] not in (BEFORE, AFTER):
+            raise ValueError(f"{where}.modules: {name!r}: ends in neither {BEFORE} nor {AFTER}")
+        rank, bias = (shape.get(key) for key in ("rank", "bias")) if isinstance(shape, dict) else (0, None)
+        if not (rank is None or (type(rank) is int and rank > 0)) or type(bias) is not bool or len(shape) != 2:
+            raise ValueError(f"{where}.modules: {name!r} = {shape!r}: must have a rank or null, and bias true or false")
     return modules
 
 

@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 
 from stages.base.checkpoint import SOURCE, load_config, load_model
 from stages.base.decoder import input_device
-from stages.boundaries import Segment, runs
+from stages.boundaries import runs
+from stages.bridge import from_solved
 from stages.project import params
-from stages.project.artifacts import read_json, read_table, read_tensors, writing
+from stages.project.artifacts import REMEDY, read_json, read_table, read_tensors, writing
 from stages.project.errors import UserError, run
 from stages.project.keys import Calibration, parse_row
 from stages.project.paths import diagnostics_file, model_folder, patch_folder, select_file, solve_file
@@ -34,8 +35,13 @@ def main() -> None:
     config = load_config(row.model, source.trust_remote_code)
     removed = sorted(int(layer) for layer in selection["layer"])
     boundaries = runs(removed)
-    if tensors and set(tensors) != {boundary.name for boundary in boundaries}:
+    try:
+        bridges = from_solved(tensors)
+    except ValueError as error:
+        raise UserError(f"{solve_file(row)}: {error}; {REMEDY}") from error
+    if bridges and set(bridges) != set(boundaries):
         raise UserError(f"{solve_file(row)}: has operators {sorted(tensors)}, expected one for each of {boundaries}")
+    operators = any(bridge.is_operator for bridge in bridges.values())
     first = solved.iloc[0]
     calibration = Calibration.parse(first["calibration"])
     description = {
@@ -49,18 +55,18 @@ def main() -> None:
         "removed_layers": removed,
         "boundaries": [list(boundary) for boundary in boundaries],
         "boundary": first["boundary"],
-        "operators": bool(tensors),
+        "bridged": bool(bridges),
+        "operators": operators,
         "options": json.loads(first["options"]),
-        "operator_dtype": settings.patch.operator_dtype if tensors else None,
+        "operator_dtype": settings.patch.operator_dtype if operators else None,
         "dtype": first["dtype"],
         "calibration": {"name": calibration.name, **calibration._asdict(), "tokens": int(first["tokens"])},
         "residual_before": solved["residual_before"].tolist(),
         "residual_after": solved["residual_after"].tolist(),
     }
-    operators = {Segment.parse(name): matrix for name, matrix in tensors.items()}
     base = load_model(row.model, source.dtype, source.trust_remote_code)
     with writing(patch_folder(row)) as folder:
-        write_adapter(folder, description, operators)
+        write_adapter(folder, description, bridges)
         check(load_patched(base, folder), f"{row.key} in {source.dtype}")
 
 

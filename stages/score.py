@@ -46,22 +46,24 @@ def main() -> None:
 def pairwise_similarity(model: PreTrainedModel, sequences: Sequence[Sequence[int]], tokens: int) -> pd.DataFrame:
     """Mean cosine and angular distance of h_i and h_j for every 0 <= i < j <= L, over all tokens of `sequences`.
 
-    Columns start (i), end (j), cosine, angular, tokens. One forward pass per batch of at most `tokens` tokens; memory
-    does not grow with the number of sequences.
+    Columns start (i), end (j), cosine, angular, angular_last (over the last token of each sequence alone), tokens. One
+    forward pass per batch of at most `tokens` tokens; memory does not grow with the number of sequences.
     """
     count = len(decoder_layers(model)) + 1
     stack = decoder_stack(model)
     device = float64_device(forward_device())
     cosine = torch.zeros(count, count, dtype=torch.float64, device=device)
     angular = torch.zeros_like(cosine)
+    last = torch.zeros_like(cosine)
     seen = 0
     for ids in tqdm(list(batches(sequences, tokens, input_device(model))), desc="similarity", leave=False):
         with residual_states(model, range(count)) as states:
             stack(input_ids=ids, use_cache=False)
-        stacked = torch.stack([states[index].to(device).flatten(0, 1) for index in range(count)]).double()
-        sums = similarity_sums(stacked)
+        stacked = torch.stack([states[index].to(device) for index in range(count)]).double()
+        sums = similarity_sums(stacked.flatten(1, 2))
         cosine += sums[0]
         angular += sums[1]
+        last += similarity_sums(stacked[:, :, -1])[1]
         seen += ids.numel()
     pairs = torch.triu_indices(count, count, offset=1)
     return pd.DataFrame(
@@ -70,6 +72,7 @@ def pairwise_similarity(model: PreTrainedModel, sequences: Sequence[Sequence[int
             "end": pairs[1].numpy(),
             "cosine": (cosine.cpu()[pairs[0], pairs[1]] / seen).numpy(),
             "angular": (angular.cpu()[pairs[0], pairs[1]] / seen).numpy(),
+            "angular_last": (last.cpu()[pairs[0], pairs[1]] / len(sequences)).numpy(),
             "tokens": seen,
         }
     )

@@ -1,8 +1,8 @@
 """Stage `solve`: the operator of every boundary, from the statistics; no model in memory.
 
 Reads ``data/select/<selection>.parquet`` and ``data/collect/<selection>.safetensors``. Writes
-``data/solve/<key>.safetensors``, one float64 [C, C] matrix W per removed run, and its diagnostics,
-``data/solve/<key>.parquet``.
+``data/solve/<key>.safetensors``, per removed run what bridges it in float64 (its names: :func:`stages.bridge.solved`),
+and the diagnostics, ``data/solve/<key>.parquet``.
 """
 
 import importlib
@@ -17,15 +17,17 @@ from torch import Tensor
 
 from stages.base.device import float64_device, forward_device
 from stages.boundaries import Segment, pieces, runs
+from stages.bridge import Bridge, solved
+from stages.diagnostics import antisymmetric_share, residual, token_residual
 from stages.project import params
 from stages.project.artifacts import REMEDY, read_table, read_tensors, write_table, write_tensors
 from stages.project.errors import UserError, run
 from stages.project.keys import parse_row
 from stages.project.paths import collect_file, diagnostics_file, select_file, solve_file
 from stages.project.schemas import SELECT, SOLVE
-from stages.sums import BoundarySums, antisymmetric_share, from_tensors, residual
+from stages.sums import BoundarySums, from_tensors
 
-Operator = Callable[..., Tensor | None]
+Operator = Callable[..., Bridge | Tensor | None]
 
 
 def main() -> None:
@@ -39,21 +41,21 @@ def main() -> None:
     tensors, metadata = read_tensors(collect_file(row))
     removed = runs(selection["layer"])
     try:
-        sums = from_tensors(tensors)
+        sums = from_tensors(tensors, metadata.get("no_mlp", ""))
         needed = {*removed, *(piece for cut in removed for piece in pieces(cut, metadata["boundary"]))}
         sums = {segment: sums[segment].to(device) for segment in sorted(needed)}
     except (KeyError, ValueError) as error:
         raise UserError(f"{collect_file(row)}: lacks {error}; {REMEDY}") from error
     operator = importlib.import_module(f"stages.operators.{row.operator}").solve
-    operators = solve(operator, options, sums, removed, metadata["boundary"])
-    frame = diagnostics(operators, sums, removed).assign(
+    bridges = solve(operator, options, sums, removed, metadata["boundary"])
+    frame = diagnostics(bridges, sums, removed).assign(
         **row.columns(),
         dtype=metadata["dtype"],
         calibration=metadata["calibration"],
         boundary=metadata["boundary"],
         options=json.dumps(options, sort_keys=True),
     )
-    write_tensors(solve_file(row), {cut.name: matrix for cut, matrix in operators.items()})
+    write_tensors(solve_file(row), solved(bridges))
     write_table(diagnostics_file(row), frame, SOLVE)
 
 
@@ -63,13 +65,13 @@ def solve(
     sums: dict[Segment, BoundarySums],
     removed: list[Segment],
     boundary: str,
-) -> dict[Segment, Tensor]:
-    """The operator W of every removed run, float64 [C, C] on the sums' device; empty where `operator` gives none.
+) -> dict[Segment, Bridge]:
+    """What bridges every removed run, float64 on the sums' device; empty where `operator` gives none.
 
     With boundary `layer`, W is the product of one operator per removed layer, in the order of the layers. Raises
     UserError when an operator cannot be solved or is not finite, naming the layers.
     """
-    solved = {}
+    found = {}
     for cut in removed:
         parts = []
         for piece in pieces(cut, boundary):
@@ -77,25 +79,37 @@ def solve(
                 parts.append(operator(sums[piece], **options))
             except UserError as error:
                 raise UserError(f"layers [{piece.start}, {piece.end}): {error}") from error
-        matrices = [part for part in parts if part is not None]
-        if matrices:
-            matrix = reduce(torch.matmul, matrices)
-            if not torch.isfinite(matrix).all():
-                raise UserError(f"layers [{cut.start}, {cut.end}): the operator has NaN or infinity")
-            solved[cut] = matrix
-    return solved
+        bridge = _joined([part for part in parts if part is not None], cut)
+        if bridge is not None:
+            faults = bridge.faults(len(sums[cut].gram))
+            if faults:
+                raise UserError(f"layers [{cut.start}, {cut.end}): {'; '.join(faults)}")
+            found[cut] = bridge
+    return found
+
+
+def _joined(parts: list[Bridge | Tensor], cut: Segment) -> Bridge | None:
+    if len(parts) == 1 and isinstance(parts[0], Bridge):
+        return parts[0]
+    matrices = [part for part in parts if isinstance(part, Tensor)]
+    if len(matrices) < len(parts):
+        raise UserError(
+            f"layers [{cut.start}, {cut.end}): this operator is more than one matrix, and there is no product of "
+            f"several; it needs collect.boundary: run"
+        )
+    return Bridge.of_matrix(reduce(torch.matmul, matrices)) if matrices else None
 
 
 def diagnostics(
-    operators: dict[Segment, Tensor], sums: dict[Segment, BoundarySums], removed: list[Segment]
+    bridges: dict[Segment, Bridge], sums: dict[Segment, BoundarySums], removed: list[Segment]
 ) -> pd.DataFrame:
-    """One row per removed run: the columns of ``stages.project.schemas.SOLVE`` that the sums and operators give.
+    """One row per removed run: the columns of ``stages.project.schemas.SOLVE`` that the sums and bridges give.
 
     Sums of the whole run are needed, whatever the boundary. The run of a row without operator has W = I.
     """
     rows = []
     for cut in removed:
-        boundary, matrix = sums[cut], operators.get(cut)
+        boundary, bridge = sums[cut], bridges.get(cut)
         values = torch.linalg.eigvalsh(boundary.gram)
         rows.append(
             {
@@ -103,9 +117,12 @@ def diagnostics(
                 "end": cut.end,
                 "tokens": boundary.tokens.item(),
                 "residual_before": residual(boundary, None),
-                "residual_after": residual(boundary, matrix),
-                "antisymmetric_share": None if matrix is None else antisymmetric_share(matrix),
+                "residual_after": residual(boundary, bridge),
+                "token_residual_before": token_residual(boundary, None),
+                "token_residual_after": token_residual(boundary, bridge),
+                "antisymmetric_share": antisymmetric_share(bridge),
                 "condition": (values[-1] / values[0]).item() if values[0] > 0 else float("inf"),
+                "chosen": json.dumps(dict(bridge.chosen) if bridge else {}, sort_keys=True),
             }
         )
     return pd.DataFrame(rows)

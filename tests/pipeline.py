@@ -56,7 +56,7 @@ PARAMS: dict[str, Any] = {
         "streamline": {"protect_first": 1, "protect_last": 1},
         "shortgpt": {"protect_first": 0, "protect_last": 1},
     },
-    "collect": {"boundary": "run"},
+    "collect": {"boundary": "run", "mlp": True},
     "solve": {"none": {}, "diag": {}, "ghost": {"ridge": 1e-6}},
     "patch": {"operator_dtype": "model"},
     "eval_acc": {"limit": 6, "batch_size": 4},

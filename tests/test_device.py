@@ -15,11 +15,22 @@ from transformers import PreTrainedModel
 
 from stages.base.checkpoint import SOURCE, load_model
 from stages.base.decoder import LAYERS as LAYERS_AT
-from stages.base.decoder import decoder_layers, decoder_stack, execution_device, input_device
+from stages.base.decoder import (
+    decoder_layers,
+    decoder_stack,
+    down_projection,
+    execution_device,
+    input_device,
+    layers_removed,
+    remove_layers,
+    replace_weight,
+    whole_weight,
+)
 from stages.base.device import device_map, float64_device, forward_device
 from stages.boundaries import Segment, runs
+from stages.bridge import Bridge
 from stages.collect import collect
-from stages.eval_ppl import window_nll
+from stages.likelihood import window_nll
 from stages.project.errors import UserError
 from stages.project.paths import model_folder
 from stages.recovered.boundary_operator import BoundaryOperator
@@ -27,6 +38,8 @@ from stages.recovered.patched import patch_model
 from stages.score import pairwise_similarity
 from stages.sums import to_tensors
 from stages.weights import parameters
+
+SEGMENTS = [Segment(0, 2), Segment(3, 4)]
 
 Build = Callable[..., PreTrainedModel]
 
@@ -156,7 +169,14 @@ def test_a_spread_model_computes_what_the_whole_one_does(
     devices = spread(model, {"1", "2", "4", *outer})
     # Operators before a layer in memory, before one on disk, and behind the last layer, which is in memory.
     removed = [0, 2, LAYERS - 2, LAYERS - 1] if outer_on_disk else [2, 3]
-    changes = {run: 0.2 * torch.randn(CHANNELS, CHANNELS) for run in runs(removed)}
+    projection = down_projection(model, 0)
+    changes = {
+        run: Bridge(
+            change=0.2 * torch.randn(CHANNELS, CHANNELS),
+            down_projection=torch.randn(projection.weight.T.shape) if projection and run.start else None,
+        )
+        for run in runs(removed)
+    }
     sequences = token_ids.tolist()
     found = []
     for setting in (None, devices):
@@ -168,7 +188,7 @@ def test_a_spread_model_computes_what_the_whole_one_does(
         scores = pairwise_similarity(loaded, sequences, tokens=24)
         nll = window_nll(loaded, sequences, 24, "x")
         assert parameters(loaded) == counted == model.num_parameters()
-        sums = to_tensors(collect(load(setting, monkeypatch), sequences, [Segment(0, 2), Segment(3, 4)], tokens=24))
+        sums = to_tensors(collect(load(setting, monkeypatch), sequences, SEGMENTS, 24, SEGMENTS))
         patched = load(setting, monkeypatch)
         patch_model(patched, removed, changes)
         operators = [module for module in patched.modules() if isinstance(module, BoundaryOperator)]
@@ -186,13 +206,60 @@ def test_a_spread_model_generates_what_the_whole_one_does(
 ) -> None:
     devices = spread(saved("llama"), {"1", "2", "4"})
     settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
-    changes = {Segment(2, 4): 0.2 * torch.randn(CHANNELS, CHANNELS)}
+    changes = {Segment(2, 4): Bridge(change=0.2 * torch.randn(CHANNELS, CHANNELS))}
     found = []
     for setting in (None, devices):
         model = load(setting, monkeypatch)
         patch_model(model, [2, 3], changes)
         found.append(model.generate(token_ids, **settings))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("architecture", "changes"), [("llama", {}), ("llama", {"mlp_bias": True}), ("gpt_neox", {})])
+def test_weights_on_disk_are_read_and_replaced(
+    architecture: str,
+    changes: dict[str, Any],
+    dtype: str,
+    saved: Build,
+    token_ids: Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    devices = spread(saved(architecture, **changes), {"1", "2", "4"})
+    whole, split = (load(setting, monkeypatch, dtype) for setting in (None, devices))
+    weight = torch.randn(CHANNELS, 32, dtype=torch.float64)
+    for index, places_before in ((1, "meta"), (3, "cpu")):
+        inside, outside = down_projection(whole, index), down_projection(split, index)
+        assert outside.weight.device.type == places_before
+        read = whole_weight(outside)
+        assert read.device.type == "cpu"
+        assert torch.equal(read, inside.weight)
+        # Reading leaves it where it was.
+        assert outside.weight.device.type == places_before
+        for module in (inside, outside):
+            replace_weight(module, weight)
+        assert outside.weight.dtype == getattr(torch, dtype)
+        assert torch.equal(outside.weight, weight.to(outside.weight.dtype))
+        assert torch.equal(whole_weight(outside), whole_weight(inside))
+        assert places(outside) == {"cpu"}
+        assert (inside.bias is None) == (outside.bias is None)
+        assert inside.bias is None or torch.equal(inside.bias, outside.bias)
+        # The rest of the layer stays on disk.
+        assert (places(decoder_layers(split)[index]) == {"cpu"}) == (places_before == "cpu")
+    found = [logits(model, token_ids) for model in (whole, split, split)]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[1], found[2])
+
+
+def test_layers_of_a_spread_model_come_and_go(saved: Build, token_ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = spread(saved("llama"), {"1", "2", "4"})
+    pruned, split = load(None, monkeypatch), load(devices, monkeypatch)
+    dense = logits(pruned, token_ids)
+    remove_layers(pruned, [2, 3])
+    for _ in range(2):
+        with layers_removed(split, [2, 3]):
+            assert torch.equal(logits(split, token_ids), logits(pruned, token_ids))
+        assert torch.equal(logits(split, token_ids), dense)
 
 
 def test_half_precision_from_disk(saved: Build, token_ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +287,7 @@ def test_operator_and_states_meet_on_the_device_of_the_layer_after_the_cut(
     names = [f"model.layers.{index}" for index in range(LAYERS)]
     devices = {"model.embed_tokens": "cpu", **dict.fromkeys(names[:3], "cpu"), **dict.fromkeys(names[3:], "meta")}
     dispatch_model(model, {**devices, "model.norm": "meta", "lm_head": "meta"}, main_device="cpu")
-    patch_model(model, [1, 2], {Segment(1, 3): torch.zeros(CHANNELS, CHANNELS)})
+    patch_model(model, [1, 2], {Segment(1, 3): Bridge(change=torch.zeros(CHANNELS, CHANNELS))})
     before, after = decoder_layers(model)[:2]
     operator = after.get_submodule("boundary_before")
     seen = []

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import CHANNELS, LAYERS
 from safetensors.torch import load_file, save_file
-from test_patched import architectures, changes_of, logits, removals
+from test_patched import architectures, bridges_of, logits, removals
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -35,7 +35,7 @@ def load(folder: Path, **options: Any) -> PreTrainedModel:
 
 def patched(build: Build, architecture: str = "llama", removed: list[int] = MIDDLE, **changes: Any) -> PreTrainedModel:
     model = build(architecture, **changes)
-    patch_model(model, removed, changes_of(removed))
+    patch_model(model, removed, bridges_of(removed))
     return model
 
 
@@ -136,7 +136,7 @@ def test_dtype_of_the_operators(
     tiny_model().to(torch.bfloat16).save_pretrained(tmp_path / "base")
     # Loaded, not converted: its buffers stay in float32.
     direct = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype="auto")
-    patch_model(direct, MIDDLE, changes_of(MIDDLE), operator_dtype)
+    patch_model(direct, MIDDLE, bridges_of(MIDDLE), operator_dtype)
     export(direct, tmp_path / "exported", operator_dtype)
     loaded = load(tmp_path / "exported")
     assert loaded.dtype == torch.bfloat16
@@ -156,7 +156,8 @@ def edit_config(folder: Path, **changes: Any) -> None:
     (folder / FINGERPRINTS).unlink(missing_ok=True)
 
 
-OPERATORS = {"format_version": 1, "dtype": "model", "modules": ["model.layers.1.boundary_before"]}
+MATRIX = {"rank": None, "bias": False}
+OPERATORS = {"format_version": 2, "dtype": "model", "modules": {"model.layers.1.boundary_before": MATRIX}}
 
 
 @pytest.mark.parametrize(
@@ -166,12 +167,22 @@ OPERATORS = {"format_version": 1, "dtype": "model", "modules": ["model.layers.1.
         ({"num_hidden_layers": 4}, r"missing keys: model.layers.3"),
         ({"boundary_operators": OPERATORS}, "unexpected keys: model.layers.2.boundary_before.change"),
         ({"boundary_operators": None}, "config.json: boundary_operators = None: must be an object"),
-        ({"boundary_operators": {**OPERATORS, "format_version": 2}}, "format_version = 2; this code reads 1"),
+        ({"boundary_operators": {**OPERATORS, "format_version": 3}}, "format_version = 3; this code reads 2"),
         ({"boundary_operators": {**OPERATORS, "dtype": "float64"}}, "dtype = 'float64': must be model or float32"),
-        ({"boundary_operators": {**OPERATORS, "modules": ["model.layers.9.boundary_before"]}}, "'model.layers.9"),
-        ({"boundary_operators": {**OPERATORS, "modules": ["model.layers.1.boundary"]}}, "neither boundary_before nor"),
-        ({"boundary_operators": {**OPERATORS, "modules": 2 * OPERATORS["modules"]}}, "is listed twice"),
-        ({"boundary_operators": {**OPERATORS, "modules": None}}, "modules = None: must be a list of names"),
+        (
+            {"boundary_operators": {**OPERATORS, "modules": {"model.layers.9.boundary_before": MATRIX}}},
+            "'model.layers.9",
+        ),
+        (
+            {"boundary_operators": {**OPERATORS, "modules": {"model.layers.1.boundary": MATRIX}}},
+            "neither boundary_before nor",
+        ),
+        (
+            {"boundary_operators": {**OPERATORS, "modules": {"a.boundary_before": {"rank": 0, "bias": False}}}},
+            "a rank or",
+        ),
+        ({"boundary_operators": {**OPERATORS, "modules": {"a.boundary_before": {"rank": 2}}}}, "bias true or false"),
+        ({"boundary_operators": {**OPERATORS, "modules": None}}, "modules = None: must be an object"),
         ({"tie_word_embeddings": False}, "missing keys: lm_head.weight"),
     ],
     ids=str,

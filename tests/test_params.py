@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,29 @@ def test_the_paper_s_grid() -> None:
         ({"corpora__wiki__documents": [5, 2]}, r"corpora.wiki .*documents \[5, 2\]"),
         ({"corpora__wiki__format": "xml"}, "corpora.wiki.format = 'xml'"),
         ({"grid__tasks": ["a/b"]}, "grid.tasks: 'a/b' cannot name a file"),
+        *(
+            ({"select__explicit__layers": value}, f"select.explicit.layers = {shown}: must be of type list.int")
+            for value, shown in (
+                (12, "12"),
+                ("12", "'12'"),
+                (["12"], r".'12'."),
+                ([1, 2.0], r".1, 2.0."),
+                ([1, True], r".1, True."),
+                ([[1]], r"..1.."),
+                ({1: 2}, r".1: 2."),
+                (None, "None"),
+            )
+        ),
+        *(
+            ({"solve__ghost-ridge__fraction": value}, f"ghost-ridge.fraction = {shown}: must be of type float . str")
+            for value, shown in ((True, "True"), ([0.1], r".0.1."), (None, "None"), ({}, "{}"))
+        ),
+        ({"solve__ghost-ridge": {}}, "ghost-ridge.fraction: missing; needs a value of type float . str"),
+        ({"solve__ghost-lowrank__rank": 2.5}, "ghost-lowrank.rank = 2.5: must be of type int"),
+        ({"select__angular__tokens": 1}, "select.angular.tokens = 1: must be of type str"),
+        ({"select__perplexity__method": ["once"]}, r"select.perplexity.method = .'once'.: must be of type str"),
+        ({"collect__mlp": 1}, "collect.mlp = 1"),
+        ({"collect": {"boundary": "run"}}, "collect.mlp: missing"),
     ],
 )
 def test_mistakes_name_the_key(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -133,3 +157,75 @@ def test_no_file(tmp_path: Path) -> None:
 def test_profiles_are_valid() -> None:
     for profile in PROFILES.glob("*.yaml"):
         params.load(profile)
+
+
+@pytest.mark.parametrize("value", ["auto", 0, 1, 0.5, 1e-9], ids=str)
+def test_a_number_or_a_word(tmp_path: Path, value: Any) -> None:
+    found = load(tmp_path, **{"solve__ghost-ridge__fraction": value}).solve["ghost-ridge"]["fraction"]
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize("value", [[], [3], [3, 1, 2], [-1]], ids=str)
+def test_a_list_of_numbers(tmp_path: Path, value: list[int]) -> None:
+    assert load(tmp_path, select__explicit__layers=value).select["explicit"]["layers"] == value
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folders of criteria and operators that files may be added to."""
+    for package in ("criteria", "operators"):
+        shutil.copytree(params.ROOT / package, tmp_path / "own" / package)
+    monkeypatch.setattr(params, "ROOT", tmp_path / "own")
+    return tmp_path / "own"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "CHOOSE = 1\n", "def select(scores, n, allowed): ...\n", "choose = search = print\n"),
+        "class Own:\n    def choose(self, scores, n, allowed): ...\n",
+        "def solve(sums): ...\n",
+    ],
+)
+def test_a_criterion_that_defines_neither_function(text: str, own: Path, tmp_path: Path) -> None:
+    (own / "criteria/mine.py").write_text(text)
+    section = {**DEFAULT["select"], "mine": {"protect_first": 0, "protect_last": 0}}
+    with pytest.raises(UserError, match=r"stages/criteria/mine.py: defines no function `choose` or `search`"):
+        load(tmp_path, select=section)
+    # A file that params.yaml does not name is nobody's mistake.
+    assert "mine" not in load(tmp_path).select
+
+
+def test_an_operator_without_its_function(own: Path, tmp_path: Path) -> None:
+    (own / "operators/mine.py").write_text("def choose(scores, n, allowed): ...\ndef search(model): ...\n")
+    with pytest.raises(UserError, match=r"stages/operators/mine.py: defines no function `solve`"):
+        load(tmp_path, solve={**DEFAULT["solve"], "mine": {}})
+
+
+OWN = {
+    "choose": "def choose(scores, n, allowed, *, weight: float, layers: list[int], kind: float | str = 'auto'): ...\n",
+    "search": "def search(model, text, n, allowed, *, weight: float, layers: list[int], kind: float | str = 1): ...\n",
+}
+
+
+@pytest.mark.parametrize("function", OWN)
+def test_options_of_a_criterion_of_one_s_own(function: str, own: Path, tmp_path: Path) -> None:
+    (own / "criteria/mine.py").write_text(OWN[function])
+    given = {"protect_first": 0, "protect_last": 0, "weight": 1, "layers": [2]}
+
+    def loaded(**changes: Any) -> dict[str, Any]:
+        wanted = {name: value for name, value in {**given, **changes}.items() if value != "left out"}
+        return load(tmp_path, select={**DEFAULT["select"], "mine": wanted}).select["mine"]
+
+    assert loaded() == given
+    assert loaded(kind="auto")["kind"] == "auto"
+    for changes, message in (
+        ({"weight": "left out"}, "select.mine.weight: missing; needs a value of type float"),
+        ({"protect_last": "left out"}, "select.mine.protect_last: missing; needs a value of type int"),
+        ({"layers": 2}, "select.mine.layers = 2: must be of type list.int."),
+        ({"kind": [1]}, "select.mine.kind = .1.: must be of type float . str"),
+        ({"wieght": 1.0}, r"select.mine: 'wieght' is unknown \(did you mean 'weight'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            loaded(**changes)

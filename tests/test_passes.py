@@ -12,19 +12,28 @@ from conftest import ARCHITECTURES, CHANNELS, LAYERS
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stages.base.decoder import decoder_layers, decoder_stack, residual_states
+from stages.base.decoder import decoder_layers, decoder_stack, down_projection, replace_weight, residual_states
 from stages.boundaries import Segment
 from stages.collect import collect
-from stages.eval_ppl import window_nll
 from stages.hadamard import hadamard
+from stages.likelihood import window_nll
 from stages.operators import ghost
 from stages.project.errors import UserError
 from stages.score import pairwise_similarity
-from stages.sums import boundary_sums, to_tensors
+from stages.sums import ALWAYS, MLP, BoundarySums, boundary_sums, mlp_sums
 
 Build = Callable[..., PreTrainedModel]
 Array = np.ndarray[Any, np.dtype[np.float64]]
 SEGMENTS = [Segment(0, 2), Segment(3, 4)]
+
+
+def figures(sums: dict[Segment, BoundarySums]) -> dict[str, Tensor]:
+    """The sums of whole sequences sets by segment and name, whatever their halves."""
+    found = {}
+    for segment, of_segment in sums.items():
+        found |= {f"{segment.name}.{name}": getattr(of_segment, name) for name in (*ALWAYS, "ratio_rotated")}
+        found |= {f"{segment.name}.mlp.{name}": getattr(of_segment.mlp, name) for name in MLP if of_segment.mlp}
+    return found
 
 
 def count_tokens(model: PreTrainedModel) -> Counter[str]:
@@ -79,16 +88,52 @@ def test_collected_sums_against_the_states(tiny_model: Build, token_ids: Tensor)
         segment: boundary_sums(states[segment.start].double(), states[segment.end].double(), hadamard(CHANNELS))
         for segment in SEGMENTS
     }
-    found = to_tensors(collect(model, token_ids.tolist(), SEGMENTS, tokens=1000))
-    for name, tensor in to_tensors(expected).items():
+    found = figures(collect(model, token_ids.tolist(), SEGMENTS, tokens=1000))
+    for name, tensor in figures(expected).items():
         assert torch.allclose(found[name], tensor, rtol=1e-6), name
+
+
+@pytest.mark.parametrize("tokens", [1, 24, 36, 1000])
+def test_halves_are_the_sequences_of_even_and_of_odd_number(tokens: int, tiny_model: Build, token_ids: Tensor) -> None:
+    sequences = token_ids.tolist()
+    whole = collect(tiny_model(), sequences, SEGMENTS, tokens)
+    for half in (0, 1):
+        expected = figures(collect(tiny_model(), sequences[half::2], SEGMENTS, tokens=1000))
+        found = figures({segment: whole[segment].halves[half] for segment in SEGMENTS})
+        for name, tensor in expected.items():
+            assert torch.allclose(found[name], tensor, rtol=1e-5, atol=1e-8), name
+    assert collect(tiny_model(), sequences[:1], SEGMENTS, tokens)[SEGMENTS[0]].halves is None
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_sums_inside_the_layer_before_a_cut(architecture: str, tiny_model: Build, token_ids: Tensor) -> None:
+    """X_pre = A + F D: what a layer computes without its down projection, and what that adds."""
+    found = collect(tiny_model(architecture), token_ids.tolist(), SEGMENTS, 24, SEGMENTS)
+    assert found[Segment(0, 2)].mlp is None
+    if architecture in ("gemma3_text", "olmo2"):
+        assert found[Segment(3, 4)].mlp is None
+        return
+    model = tiny_model(architecture)
+    with torch.no_grad(), residual_states(model, [3, 4]) as states:
+        module = down_projection(model, 2)
+        inputs: list[Tensor] = []
+        module.register_forward_pre_hook(lambda _module, given: inputs.append(given[0]))
+        model(input_ids=token_ids)
+    with torch.no_grad(), residual_states(model, [3]) as without:
+        replace_weight(module, torch.zeros_like(module.weight))
+        model(input_ids=token_ids)
+    D = found[Segment(3, 4)].mlp.weight
+    assert torch.allclose(states[3].double(), without[3].double() + inputs[0].double() @ D, atol=1e-5)
+    expected = mlp_sums(inputs[0].double(), states[3].double(), states[4].double(), D)
+    for name in MLP:
+        assert torch.allclose(getattr(found[Segment(3, 4)].mlp, name), getattr(expected, name), rtol=1e-5, atol=1e-6)
 
 
 def test_results_do_not_depend_on_batch_size(tiny_model: Build, token_ids: Tensor) -> None:
     sequences = token_ids.tolist()
     one, all_ = (pairwise_similarity(tiny_model(), sequences, tokens) for tokens in (1, 1000))
     assert one["cosine"].to_numpy() == pytest.approx(all_["cosine"].to_numpy(), abs=1e-7)
-    first, second = (to_tensors(collect(tiny_model(), sequences, SEGMENTS, tokens)) for tokens in (1, 1000))
+    first, second = (figures(collect(tiny_model(), sequences, SEGMENTS, tokens, SEGMENTS)) for tokens in (1, 1000))
     for name, tensor in first.items():
         assert torch.allclose(second[name], tensor, rtol=1e-5, atol=1e-8), name
     assert window_nll(tiny_model(), sequences, 1, "x") == pytest.approx(
@@ -98,9 +143,9 @@ def test_results_do_not_depend_on_batch_size(tiny_model: Build, token_ids: Tenso
 
 def test_sequences_of_different_lengths_need_no_padding(tiny_model: Build, token_ids: Tensor) -> None:
     ragged = [token_ids[0].tolist(), token_ids[1, :7].tolist(), token_ids[2, :7].tolist()]
-    together = to_tensors(collect(tiny_model(), ragged, SEGMENTS, tokens=1000))
+    together = figures(collect(tiny_model(), ragged, SEGMENTS, tokens=1000))
     parts = [collect(tiny_model(), [ids], SEGMENTS, tokens=1000) for ids in ragged]
-    added = to_tensors({segment: parts[0][segment] + parts[1][segment] + parts[2][segment] for segment in SEGMENTS})
+    added = figures({segment: parts[0][segment] + parts[1][segment] + parts[2][segment] for segment in SEGMENTS})
     for name, tensor in added.items():
         assert torch.allclose(together[name], tensor, rtol=1e-5, atol=1e-8), name
     assert together["0-2.tokens"] == 26
@@ -184,4 +229,4 @@ def test_infinite_nll_names_corpus_and_window(tiny_model: Build, token_ids: Tens
     with torch.no_grad():
         model.lm_head.weight[5] = float("nan")
     with pytest.raises(UserError, match="corpus wiki, window 0"):
-        window_nll(model, token_ids.tolist(), 24, "wiki")
+        window_nll(model, token_ids.tolist(), 24, "corpus wiki")

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from stages.base.decoder import decoder_layers, decoder_stack, remove_layers, residual_states
 from stages.boundaries import Segment, runs
+from stages.bridge import Bridge
 from stages.project.errors import UserError
 from stages.project.sections import OperatorDtype
 from stages.recovered.adapter import digest, write_adapter
@@ -26,6 +27,11 @@ def changes_of(removed: list[int]) -> dict[Segment, Tensor]:
     """A small random M for every removed run."""
     generator = torch.Generator().manual_seed(3)
     return {run: 0.2 * torch.randn(CHANNELS, CHANNELS, generator=generator) for run in runs(removed)}
+
+
+def bridges_of(removed: list[int]) -> dict[Segment, Bridge]:
+    """The operators of `changes_of`."""
+    return {run: Bridge(change=change) for run, change in changes_of(removed).items()}
 
 
 @torch.no_grad()
@@ -47,7 +53,7 @@ def test_identity_operators_are_plain_removal(
     architecture: str, removed: list[int], tiny_model: Build, token_ids: Tensor
 ) -> None:
     patched, pruned = tiny_model(architecture), tiny_model(architecture)
-    patch_model(patched, removed, {run: torch.zeros(CHANNELS, CHANNELS) for run in runs(removed)})
+    patch_model(patched, removed, {run: Bridge(change=torch.zeros(CHANNELS, CHANNELS)) for run in runs(removed)})
     remove_layers(pruned, removed)
     assert torch.equal(logits(patched, token_ids), logits(pruned, token_ids))
 
@@ -60,7 +66,7 @@ def test_operator_meets_the_residual_stream_at_the_cut(
     """Each removed run's layers replaced, in the dense model, by the matrix product itself."""
     changes = changes_of(removed)
     patched, dense = tiny_model(architecture), tiny_model(architecture)
-    patch_model(patched, removed, changes)
+    patch_model(patched, removed, bridges_of(removed))
     states: dict[int, Tensor] = {}
     for index, layer in enumerate(decoder_layers(dense)):
         run = next((run for run in changes if run.start <= index < run.end), None)
@@ -85,7 +91,7 @@ def test_cached_generation_equals_uncached(
     architecture: str, removed: list[int], tiny_model: Build, token_ids: Tensor
 ) -> None:
     model = tiny_model(architecture)
-    patch_model(model, removed, changes_of(removed))
+    patch_model(model, removed, bridges_of(removed))
     settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
     cached = model.generate(token_ids, use_cache=True, **settings)
     assert torch.equal(cached, model.generate(token_ids, use_cache=False, **settings))
@@ -98,7 +104,7 @@ def test_a_perfect_operator_repairs_a_linear_block(tiny_model: Build, token_ids:
     for index in (2, 3):
         decoder_layers(dense)[index].register_forward_hook(lambda _m, positional, _o: positional[0] @ (eye + change))
     eye = torch.eye(CHANNELS)
-    patch_model(patched, [2, 3], {Segment(2, 4): (eye + change) @ (eye + change) - eye})
+    patch_model(patched, [2, 3], {Segment(2, 4): Bridge.of_matrix((eye + change) @ (eye + change))})
     assert torch.allclose(logits(patched, token_ids), logits(dense, token_ids), atol=1e-4)
 
 
@@ -114,7 +120,7 @@ def test_operators_in_half_precision(
     model = tiny_model().to(dtype)
     dense = model.num_parameters()
     (change,) = changes_of(removed).values()
-    patch_model(model, removed, changes_of(removed), operator_dtype)
+    patch_model(model, removed, bridges_of(removed), operator_dtype)
     ((name, operator),) = [item for item in model.named_modules() if isinstance(item[1], BoundaryOperator)]
     states: list[Tensor] = []
     operator.register_forward_hook(lambda _module, given, output: states.extend([given[0], output]))
@@ -141,7 +147,7 @@ def test_in_a_float32_model_both_dtypes_of_operators_are_one(tiny_model: Build, 
     found = []
     for operator_dtype in get_args(OperatorDtype):
         model = tiny_model()
-        patch_model(model, [2, 3], changes_of([2, 3]), operator_dtype)
+        patch_model(model, [2, 3], bridges_of([2, 3]), operator_dtype)
         found.append(logits(model, token_ids))
     assert torch.equal(*found)
 
@@ -153,7 +159,7 @@ def test_identity_on_creation() -> None:
 
 def test_operator_of_no_run_is_refused(tiny_model: Build) -> None:
     with pytest.raises(ValueError, match="no removed runs"):
-        patch_model(tiny_model(), [2, 3], {Segment(2, 3): torch.zeros(CHANNELS, CHANNELS)})
+        patch_model(tiny_model(), [2, 3], {Segment(2, 3): Bridge(change=torch.zeros(CHANNELS, CHANNELS))})
 
 
 @pytest.fixture
@@ -161,21 +167,21 @@ def adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: Build) 
     """An adapter that removes layers 1, 3 and 4 of the tiny Llama."""
     monkeypatch.chdir(tmp_path)
     removed = [1, 3, 4]
-    operators = {run: torch.eye(CHANNELS).double() + change for run, change in changes_of(removed).items()}
     description = {
         "base": base_shape(tiny_model()),
         "removed_layers": removed,
         "boundaries": [list(run) for run in runs(removed)],
+        "bridged": True,
         "operators": True,
         "operator_dtype": "model",
     }
-    write_adapter(tmp_path / "adapter", description, operators)
+    write_adapter(tmp_path / "adapter", description, bridges_of(removed))
     return tmp_path / "adapter"
 
 
 def test_adapter_round_trip(adapter: Path, tiny_model: Build, token_ids: Tensor) -> None:
     direct = tiny_model()
-    patch_model(direct, [1, 3, 4], changes_of([1, 3, 4]))
+    patch_model(direct, [1, 3, 4], bridges_of([1, 3, 4]))
     loaded = load_patched(tiny_model(), adapter)
     assert torch.allclose(logits(loaded, token_ids), logits(direct, token_ids), atol=1e-5)
     assert loaded.config.num_hidden_layers == LAYERS - 3
@@ -201,8 +207,8 @@ def test_adapter_of_another_base_is_refused(adapter: Path, tiny_model: Build) ->
 
 
 def test_newer_format_is_refused(adapter: Path, tiny_model: Build) -> None:
-    edit(adapter, format_version=4)
-    with pytest.raises(UserError, match="format_version 4; this version of the project reads 3"):
+    edit(adapter, format_version=5)
+    with pytest.raises(UserError, match="format_version 5; this version of the project reads 4"):
         load_patched(tiny_model(), adapter)
 
 
@@ -244,7 +250,7 @@ def test_edited_adapters_are_refused(adapter: Path, tiny_model: Build) -> None:
 
 def test_damaged_adapters_are_refused(adapter: Path, tiny_model: Build) -> None:
     edit(adapter, boundaries=[[1, 2]])
-    with pytest.raises(UserError, match=r"has tensors \['1-2', '3-5'\], expected \['1-2'\]"):
+    with pytest.raises(UserError, match=r"has tensors of \['1-2', '3-5'\], expected of \['1-2'\]"):
         load_patched(tiny_model(), adapter)
     file = adapter / "operators.safetensors"
     file.write_bytes(file.read_bytes()[:-10])

@@ -41,6 +41,20 @@ PERPLEXITY = {
 }
 
 
+METHODS = {
+    ("symmetric", None): 62.2,
+    ("replaceme", None): 62.1,
+    ("ghost-lowrank", 16): 69.8,
+    ("ghost-lowrank", 64): 60.2,
+    ("ghost-lowrank", 128): 57.1,
+    ("ghost-lowrank", 256): 55.6,
+    ("refit", None): 56.6,
+}
+"""Perplexity by operator and rank, on streamline's seven layers."""
+GHOST_REFIT = 53.3
+"""The same of `ghost-refit`, with a ridge of another form."""
+
+
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A function that runs a stage's main for a row, in a folder where the first stages have run already."""
@@ -81,10 +95,19 @@ def perplexity(row: Row) -> float:
     return math.exp(frame["nll"].sum() / frame["tokens"].sum())
 
 
+def edit(**sections: dict[str, Any]) -> None:
+    """Change keys of sections of params.yaml."""
+    settings = yaml.safe_load(Path("params.yaml").read_text())
+    for name, changes in sections.items():
+        settings[name] |= changes
+    Path("params.yaml").write_text(yaml.safe_dump(settings))
+
+
 def solve_with(stage: Any, row: Row, boundary: str) -> float:
     """Perplexity of a row whose operators are solved for whole runs or for single layers."""
     tensors, metadata = read_tensors(collect_file(row))
     write_tensors(collect_file(row), tensors, {**metadata, "boundary": boundary})
+    edit(collect={"boundary": boundary, "mlp": True})
     for main in (solve.main, patch.main, eval_ppl.main):
         stage(main, row)
     return perplexity(row)
@@ -113,6 +136,20 @@ def test_perplexity(stage: Any, row: tuple[str, int, str]) -> None:
     else:
         found = solve_with(stage, Row("smollm2", criterion, n, operator), "run")
     assert found == pytest.approx(PERPLEXITY[row], rel=tolerance)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_other_operators(stage: Any, method: tuple[str, int | None]) -> None:
+    operator, rank = method
+    if rank:
+        edit(solve={operator: {"rank": rank, "ridge": 1e-6}})
+    found = solve_with(stage, Row("smollm2", "streamline", 7, operator), "run")
+    assert found == pytest.approx(METHODS[method], rel=0.005)
+
+
+def test_ghost_refit_is_the_best(stage: Any) -> None:
+    found = solve_with(stage, Row("smollm2", "streamline", 7, "ghost-refit"), "run")
+    assert found < 1.005 * GHOST_REFIT < PERPLEXITY["streamline", 7, "ghost"]
 
 
 def test_one_operator_per_removed_layer(stage: Any) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
-from world import CALIBRATION, World, bold_cells, csv, table, text
+from world import CALIBRATION, World, csv, table, text
 
 from stages import report
 from stages.project import artifacts, schemas
@@ -93,8 +93,11 @@ def test_document_tables_recomputed():
     assert [found[c].strip("*") for c in ("wiki", "web")] == [f"{p:.2f}" for p in perplexities["pico-shortgpt-2-ghost"]]
     assert found["arithmetic mean"].strip("*") == f"{mean:.2f}"
     assert found["retained (dense mean / row mean)"] == f"{100 * dense / mean:.1f}%"
-    assert (found["parameters"], found["removed"], found["operator parameters"]) == ("850", "15.0%", "50")
+    assert (found["parameters"], found["removed"], found["extra parameters"]) == ("850", "15.0%", "50")
     assert rows["shortgpt", "none"]["removed"] == "20.0%"
+    stock = {key: line["stock architecture"] for key, line in rows.items()}
+    assert {key for key, answer in stock.items() if answer == "no"} == {("streamline", "ghost"), ("shortgpt", "ghost")}
+    assert set(stock.values()) == {"yes", "no"}
 
     rows = {(line["criterion"], line["operator"]): line for line in table(text(), "mean acc")}
     found = rows["streamline", "none"]
@@ -124,13 +127,19 @@ def test_metrics_are_plain_nested_numbers():
 
 def test_operators_and_similarity():
     world = World(layers=8)
+    own = {"chosen": '{"fraction": 0.01}', "token_residual_after": None}
+    world.columns["pico-shortgpt-2-ghost", "solve"] = own
     world.write()
     report.main()
     operators = csv("operators")
     assert list(operators["operator"]) == ["ghost", "ghost"]
     assert list(operators.columns) == schemas.SOLVE.names
     assert operators["residual_after"][0] == 0.00306
-    assert "singular" in text()
+    lines = table(text(), "token residual before")
+    assert [line["condition"] for line in lines] == ["singular"] * 2
+    assert [line["chosen"] for line in lines] == ["-", '{"fraction": 0.01}']
+    assert [line["token residual before"] for line in lines] == ["0.310", "0.310"]
+    assert [line["token residual after"] for line in lines] == ["0.125", "-"]
     similarity = csv("similarity")
     assert list(similarity["start"]) == list(range(7))
     assert similarity["cosine"].tolist() == pytest.approx([world.cosine(s, s + 2) for s in range(7)])
@@ -157,6 +166,42 @@ def test_averages_are_in_the_summary():
         assert record["acc_norm"] == pytest.approx(accuracies.loc[row, "acc_norm"])
         assert record["acc_retained"] == pytest.approx(accuracies.loc[row, "acc"] / accuracies.loc[dense, "acc"])
         assert record["dense_parameters"] == 1000
+
+
+def test_the_gap_recovered_by_hand():
+    world = World(criteria=["streamline"], operators=["none", "diag", "ghost"], tasks=[])
+    nlls = {"pico-dense": (3.0, 3.2), "pico-streamline-2-none": (4.0, 5.0)}
+    nlls |= {"pico-streamline-2-diag": (4.5, 5.2), "pico-streamline-2-ghost": (3.5, 4.1)}
+    for key, levels in nlls.items():
+        for corpus, level in zip(("wiki", "web"), levels, strict=True):
+            world.nll[key, corpus] = np.full(6, level * 15)
+    world.write()
+    report.main()
+    # Means over the corpora: dense 3.1, none 4.5, diag 4.85, ghost 3.8. The gap is 1.4.
+    shown = {line["operator"]: line["gap recovered"] for line in table(text(), "gap recovered")}
+    assert shown == {"-": "-", "none": "0.0%", "diag": "-25.0%", "ghost": "50.0%"}
+    summary = csv("summary").set_index(["n", "operator"])
+    assert summary.loc[2, "gap_recovered"].to_dict() == pytest.approx({"none": 0, "diag": -0.25, "ghost": 0.5})
+    assert pd.isna(summary.loc[(0, "none"), "gap_recovered"])
+    assert summary["stock_architecture"].tolist() == [True, True, False, False]
+    of_corpus = csv("perplexity").set_index(["n", "operator", "corpus"])["gap_recovered"]
+    assert of_corpus[2, "ghost", "wiki"] == pytest.approx(0.5)
+    assert of_corpus[2, "ghost", "web"] == pytest.approx(0.9 / 1.8)
+    assert of_corpus[2, "diag", "wiki"] == pytest.approx(-0.5)
+    assert "*Gap recovered* is the share" in text()
+
+
+@pytest.mark.parametrize("without", ["row", "gap"])
+def test_no_gap_without_the_row_without_operator_or_where_the_cut_costs_nothing(without):
+    world = World(criteria=["streamline"], tasks=[], operators=["ghost"] if without == "row" else ["none", "ghost"])
+    if without == "gap":
+        for corpus in world.corpora:
+            world.nll["pico-streamline-2-none", corpus] = world.nll["pico-dense", corpus]
+    world.write()
+    report.main()
+    assert {line["gap recovered"] for line in table(text(), "gap recovered")} == {"-"}
+    assert csv("summary")["gap_recovered"].isna().all()
+    assert csv("perplexity")["gap_recovered"].isna().all()
 
 
 def test_settings_are_stated():
@@ -235,92 +280,6 @@ def test_nothing_is_said_of_a_limit_when_all_questions_were_asked():
     report.main()
     assert "Only the first questions" not in text()
     assert csv("accuracy")["limit"].isna().all()
-
-
-# Bold
-
-
-def flat(world, levels, noise=0.0):
-    """Mean NLLs of the pruned rows of a world: the level of each key, the same difficulty, and independent noise."""
-    for number, (key, level) in enumerate(levels.items()):
-        for corpus in world.corpora:
-            hard = np.array([0.0, 0.5, -0.5, 1.0, -1.0, 0.25])
-            alternating = noise * np.array([1, -1, 1, -1, 1, -1]) * (-1) ** number
-            world.nll[key, corpus] = (level + hard + alternating) * 15
-    return world
-
-
-def pair(ghost, none):
-    return {"pico-streamline-2-none": none, "pico-streamline-2-ghost": ghost}
-
-
-def test_bold_when_the_paired_difference_is_clear_though_windows_vary_much():
-    world = flat(World(criteria=["streamline"], tasks=[]), pair(3.70, 3.75), noise=0.01)
-    world.write()
-    report.main()
-    perplexities = table(text(), "arithmetic mean")
-    bold = {
-        line["operator"]: [line[c].startswith("**") for c in ("wiki", "web", "arithmetic mean")]
-        for line in perplexities
-    }
-    assert bold == {"-": [False] * 3, "none": [False] * 3, "ghost": [True] * 3}
-
-
-def test_not_bold_when_the_paired_difference_is_within_its_error():
-    # SE of the difference: deviations of +-0.1 over 6 windows, std (ddof 1) 0.1095 / sqrt 6 = 0.0447
-    for difference, expected in ((0.040, False), (0.049, True)):
-        world = flat(
-            World(criteria=["streamline"], tasks=[], corpora=["wiki"]), pair(3.7, 3.7 + difference), noise=0.05
-        )
-        world.write()
-        report.main()
-        assert bool(bold_cells(text())) is expected
-
-
-def test_windows_weigh_by_their_tokens():
-    # ghost is better by 0.05 in five windows of 15 tokens, worse by 0.4 in one of a single token
-    world = flat(World(criteria=["streamline"], tasks=[], corpora=["wiki"]), pair(3.70, 3.75))
-    world.nll["pico-streamline-2-ghost", "wiki"][5] += 0.45 * 15
-    for row in world.rows:
-        world.tokens[row.key, "wiki"][5] = 1
-        world.nll[row.key, "wiki"][5] /= 15
-    world.write()
-    report.main()
-    assert [line["operator"] for line in table(text(), "arithmetic mean") if "**" in line["wiki"]] == ["ghost"]
-
-
-def test_not_bold_with_one_window():
-    world = World(tasks=[], windows=1)
-    world.write()
-    report.main()
-    assert bold_cells(text()) == []
-    assert csv("perplexity")["nll_stderr"].isna().all()
-
-
-def test_accuracy_bold_by_paired_questions():
-    # 40 questions of which both get 20 right; the better one gets `more` others right.
-    # Paired: the share d = more / 40 has the error sqrt(d (1 - d) / 39). Unpaired errors would be 0.08 each.
-    for more, expected in ((1, False), (2, True)):
-        world = World(criteria=["streamline"], corpora=[], tasks=["boolq"])
-        for row in world.rows:
-            right = 20 + more * (row.operator == "ghost")
-            world.correct[row.key, "boolq"] = np.arange(40) < right
-        world.write()
-        report.main()
-        d = more / 40
-        assert (d > math.sqrt(d * (1 - d) / 39)) is expected
-        assert bool(bold_cells(text())) is expected
-
-
-def test_bold_belongs_to_the_rows_of_one_model_and_n():
-    world = World(models=["pico", "nano"], criteria=["streamline"], n=[1, 2], tasks=[], corpora=["wiki"])
-    for row in world.rows:
-        flat(world, {row.key: {"none": 4.0, "ghost": 3.5}[row.operator] + row.n + 2 * (row.model == "nano")})
-    flat(world, {"pico-dense": 1.0, "nano-dense": 1.0})
-    world.write()
-    report.main()
-    assert len([line for line in text().splitlines() if "**" in line and "ghost" in line]) == 4
-    assert not [line for line in text().splitlines() if "**" in line and line.startswith("| dense")]
 
 
 # Which rows
@@ -402,6 +361,7 @@ def test_an_empty_list_leaves_a_sensible_report(empty):
     assert ("![similarity](similarity.png)" in text()) == bool(world.grid["n"])
     assert Path("reports/similarity.png").stat().st_size > 1000
     assert Path("reports/perplexity.png").stat().st_size > 1000
+    assert Path("reports/perplexity-by-n.png").stat().st_size > 1000
 
 
 @pytest.mark.usefixtures("drawn")
@@ -413,8 +373,9 @@ def test_two_runs_write_the_same_bytes_and_leave_nothing_else(capsys):
     report.main()
     assert {path: path.read_bytes() for path in Path("reports").iterdir()} == first
     assert {path.name for path in first} == {
-        *("report.md", "metrics.json", "similarity.png", "perplexity.png"),
-        *("perplexity.csv", "accuracy.csv", "summary.csv", "operators.csv", "similarity.csv", "cost.csv"),
+        *("report.md", "metrics.json", "similarity.png", "perplexity.png", "perplexity-by-n.png"),
+        *("perplexity.csv", "accuracy.csv", "summary.csv", "pairs.csv"),
+        *("operators.csv", "similarity.csv", "cost.csv"),
     }
     assert b"matplotlib" not in first[Path("reports/similarity.png")]
     assert capsys.readouterr().out == printed

@@ -1,11 +1,13 @@
-"""Standard errors against other ways to compute them, and when the best counts as best."""
+"""Standard errors and tests against other ways to compute them."""
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
 
-from stages.reporting.significance import Estimate, average, best, perplexity, weighted_mean
+from stages.reporting import significance
+from stages.reporting.significance import Estimate, average, bootstrap, mcnemar, perplexity, weighted_mean
 
 
 def test_equal_weights_give_the_sample_deviation_over_sqrt_m():
@@ -44,32 +46,59 @@ def test_unequal_weights_agree_with_the_jackknife():
     assert weighted_mean(values, weights).error == pytest.approx(jackknife, rel=0.01)
 
 
-def winner(values, difference, lowest):
-    return best(list(values), values.__getitem__, lambda *_: difference, lowest=lowest)
+@pytest.mark.parametrize(
+    ("wins", "losses", "expected"),
+    [(5, 0, 0.0625), (0, 5, 0.0625), (6, 0, 0.03125), (1, 4, 0.375), (3, 3, 1.0), (1, 0, 1.0), (0, 0, 1.0)],
+)
+def test_mcnemar_by_hand(wins, losses, expected):
+    # 1 against 4: 2 (C(5, 0) + C(5, 1)) / 2^5 = 12 / 32
+    assert mcnemar(wins, losses) == expected
 
 
-@pytest.mark.parametrize(("lowest", "expected", "lead"), [(True, "a", -1.0), (False, "c", 1.0)])
-def test_best_when_its_lead_exceeds_the_error(lowest, expected, lead):
-    values = {"c": 3.0, "a": 1.0, "b": 2.0}
-    assert winner(values, Estimate(lead, 0.99), lowest) == expected
-    assert winner(values, Estimate(lead, 1.0), lowest) is None
-    assert winner(values, Estimate(lead, None), lowest) is None
-    assert winner(values, Estimate(-lead, 0.99), lowest) is None
+def test_mcnemar_is_exact_for_many_questions():
+    for wins, losses in ((40, 61), (480, 560), (2400, 2500), (0, 3000)):
+        n = wins + losses
+        exact = Fraction(2 * sum(math.comb(n, k) for k in range(wins + 1)), 2**n)
+        assert mcnemar(wins, losses) == pytest.approx(float(min(exact, 1)), rel=1e-11)
 
 
-def test_best_is_compared_with_the_runner_up():
-    pairs = []
+def test_bootstrap_against_a_loop_over_resamples(monkeypatch):
+    monkeypatch.setattr(significance, "RESAMPLES", 300)
+    random = np.random.default_rng(3)
+    differences = [random.normal(0.1, 0.8, (3, 5)), random.normal(0.1, 0.8, (3, 4))]
+    weights = [np.array([4.0, 1, 2, 3, 1]), np.array([2.0, 2, 5, 1])]
+    generators = [np.random.default_rng([significance.SEED, corpus]) for corpus in (0, 1)]
+    counts = np.zeros((2, 3, 3))
+    for _ in range(300):
+        drawn = [generator.integers(len(of), size=len(of)) for generator, of in zip(generators, weights, strict=True)]
+        for pair in range(3):
+            parts = [differences[c][pair][drawn[c]] @ weights[c][drawn[c]] / weights[c][drawn[c]].sum() for c in (0, 1)]
+            for corpus, value in enumerate((*parts, sum(parts) / 2)):
+                counts[0, corpus, pair] += value <= 0
+                counts[1, corpus, pair] += value >= 0
+    expected = np.minimum(1, 2 * (counts.min(axis=0) + 1) / 301)
+    assert len(set(expected.ravel())) > 5
+    assert bootstrap(differences, weights) == pytest.approx(expected)
+    monkeypatch.setattr(significance, "BLOCK", 35)
+    assert bootstrap(differences, weights) == pytest.approx(expected)
 
-    def difference(a, b):
-        pairs.append((a, b))
-        return Estimate(1.0, 0.0)
 
-    best([5.0, 1.0, 3.0, 2.0], lambda value: value, difference, lowest=True)
-    best([5.0, 1.0, 3.0, 2.0], lambda value: value, difference, lowest=False)
-    assert pairs == [(1.0, 2.0), (5.0, 3.0)]
+def test_bootstrap_of_identical_rows_has_p_1_and_of_opposite_ones_the_same_p():
+    values = np.random.default_rng(4).normal(0.1, 0.2, 9)
+    p = bootstrap([np.stack([np.zeros(9), values, -values])], [np.arange(1.0, 10)])
+    assert p[:, 0].tolist() == [1, 1]
+    assert p[:, 1].tolist() == p[:, 2].tolist()
+    # The mean over a single corpus is that corpus.
+    assert p[0].tolist() == p[1].tolist()
 
 
-def test_no_best_without_a_runner_up_or_on_a_tie():
-    assert winner({"a": 1.0}, Estimate(1.0, 0.0), True) is None
-    assert winner({}, Estimate(1.0, 0.0), True) is None
-    assert winner({"a": 1.0, "b": 1.0}, Estimate(0.0, 0.0), True) is None
+def test_bootstrap_never_turns_the_sign_of_windows_that_agree():
+    p = bootstrap([np.full((1, 6), 0.5)], [np.ones(6)])
+    assert p.tolist() == [[2 / 10_001], [2 / 10_001]]
+
+
+def test_bootstrap_p_is_about_uniform_where_nothing_differs():
+    differences = np.random.default_rng(5).normal(0, 1, (2000, 40))
+    p = bootstrap([differences], [np.ones(40)])[0]
+    assert np.mean(p < 0.05) == pytest.approx(0.05, abs=0.02)
+    assert np.mean(p < 0.5) == pytest.approx(0.5, abs=0.05)

@@ -81,7 +81,7 @@ def test_operators_follow_from_the_sums(prepared, criterion):
     operators = safetensors.torch.load_file(prepared.folder / f"data/solve/{key}-ghost.safetensors")
     assert sorted(operators) == names
     for name, operator in operators.items():
-        gram, cross = sums[f"{name}.gram"], sums[f"{name}.cross"]
+        gram, cross = (sums[f"{name}.0.{part}"] + sums[f"{name}.1.{part}"] for part in ("gram", "cross"))
         torch.testing.assert_close(operator, identity + torch.linalg.solve(gram + 1e-6 * identity, cross - gram))
     assert safetensors.torch.load_file(prepared.folder / f"data/solve/{key}-none.safetensors") == {}
 

@@ -76,7 +76,7 @@ class World:
             },
             "tasks": {},
             "select": {name: {"protect_first": 1, "protect_last": 1} for name in ("streamline", "shortgpt")},
-            "collect": {"boundary": "run"},
+            "collect": {"boundary": "run", "mlp": False},
             "solve": {name: {"ridge": 1e-6} if name == "ghost" else {} for name in self.grid["operators"]},
             "patch": {"operator_dtype": "model"},
             "eval_acc": {"limit": 40, "batch_size": 4},
@@ -112,6 +112,7 @@ class World:
             seed=0,
             sequences=4,
             angular=0.1,
+            angular_last=0.12,
             tokens=64,
         )
         scores["cosine"] = [self.cosine(*pair) for pair in pairs]
@@ -185,8 +186,9 @@ class World:
         if row.operator == "none":
             return pd.DataFrame(columns=schemas.SOLVE.names)
         diagnostics = {"residual_before": 0.00885, "residual_after": 0.00306, "antisymmetric_share": 0.616}
-        cut = {"start": 3, "end": 5, "tokens": 64, "condition": math.inf}
-        return pd.DataFrame([{**made, **cut, **diagnostics}])
+        diagnostics |= {"token_residual_before": 0.31, "token_residual_after": 0.125}
+        cut = {"start": 3, "end": 5, "tokens": 64, "condition": math.inf, "chosen": "{}"}
+        return pd.DataFrame([{**made, **cut, **diagnostics, **self.columns.get((row.key, "solve"), {})}])
 
     def costing(self, row):
         """Three turns; the third is slow for all. The dense model takes 2 s, the pruned 1 s, the recovered 1.01 s."""

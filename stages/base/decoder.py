@@ -1,10 +1,12 @@
 """The decoder layers of a causal language model: the one place that knows how to reach, record and remove them."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+from accelerate.hooks import remove_hook_from_module
+from accelerate.utils.modeling import align_module_device
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -21,6 +23,16 @@ LAYERS = {
     "qwen3": "model.layers",
 }
 """Where the ``nn.ModuleList`` of decoder layers is, by the configuration's ``model_type``."""
+
+DOWN_PROJECTION = {
+    "gpt_neox": "mlp.dense_4h_to_h",
+    "llama": "mlp.down_proj",
+    "mistral": "mlp.down_proj",
+    "phi3": "mlp.down_proj",
+    "qwen2": "mlp.down_proj",
+    "qwen3": "mlp.down_proj",
+}
+"""Where a decoder layer has the last linear map of its MLP, if that map's output joins the residual stream as it is."""
 
 PER_LAYER = ("layer_types",)
 """Configuration lists with one entry per layer."""
@@ -63,6 +75,40 @@ def input_device(model: PreTrainedModel) -> torch.device:
     return execution_device(model.get_input_embeddings())
 
 
+def down_projection(model: PreTrainedModel, index: int) -> nn.Linear | None:
+    """The down projection of the MLP of decoder layer `index`, whose output is a part of the layer's.
+
+    None in an architecture where that output passes a norm before it joins the residual stream.
+    """
+    place = DOWN_PROJECTION.get(model.config.model_type)
+    return None if place is None else cast(nn.Linear, decoder_layers(model)[index].get_submodule(place))
+
+
+def linear_maps(model: PreTrainedModel, index: int) -> list[nn.Linear]:
+    """The linear maps of decoder layer `index`: the projections of its attention and its MLP."""
+    return [module for module in decoder_layers(model)[index].modules() if isinstance(module, nn.Linear)]
+
+
+def whole_weight(module: nn.Linear) -> Tensor:
+    """A copy of a linear map's weight, [out, in], even where a device map keeps it elsewhere between calls."""
+    with align_module_device(module):
+        return module.weight.detach().clone()
+
+
+def replace_weight(module: nn.Linear, weight: Tensor) -> None:
+    """Give a linear map another weight, [out, in], in the dtype of the old one, on the device it computes on.
+
+    Where a device map keeps weights elsewhere between calls, this one stays.
+    """
+    device, dtype = execution_device(module), module.weight.dtype
+    with align_module_device(module):
+        bias = None if module.bias is None else module.bias.detach().clone()
+    remove_hook_from_module(module)
+    module.weight = nn.Parameter(weight.to(device=device, dtype=dtype))
+    if bias is not None:
+        module.bias = nn.Parameter(bias.to(device))
+
+
 def layer_name(model: PreTrainedModel, index: int) -> str:
     """The name of decoder layer `index` in the model's state dict, such as ``model.layers.12``."""
     return f"{LAYERS[model.config.model_type]}.{index}"
@@ -80,11 +126,33 @@ def remove_layers(model: PreTrainedModel, removed: Collection[int]) -> None:
     parent = decoder_stack(model)
     name = LAYERS[model.config.model_type].rpartition(".")[2]
     setattr(parent, name, nn.ModuleList(layers[index] for index in kept))
-    for position, index in enumerate(kept):
-        for module in layers[index].modules():
+    number_layers(layers[index] for index in kept)
+    keep_config_layers(model.config, kept)
+
+
+@contextmanager
+def layers_removed(model: PreTrainedModel, removed: Collection[int]) -> Iterator[None]:
+    """Inside the context `model` lacks some decoder layers; behind it, it is as it was. Raises as `remove_layers`."""
+    parent, name = decoder_stack(model), LAYERS[model.config.model_type].rpartition(".")[2]
+    whole, config = decoder_layers(model), {key: getattr(model.config, key, None) for key in PER_LAYER}
+    try:
+        remove_layers(model, removed)
+        yield
+    finally:
+        setattr(parent, name, whole)
+        model.config.num_hidden_layers = len(whole)
+        for key, values in config.items():
+            if values is not None:
+                setattr(model.config, key, values)
+        number_layers(whole)
+
+
+def number_layers(layers: Iterable[nn.Module]) -> None:
+    """Give every layer its place in `layers` as its index in the cache."""
+    for position, layer in enumerate(layers):
+        for module in layer.modules():
             if hasattr(module, "layer_idx"):
                 setattr(module, "layer_idx", position)  # noqa: B010 (typed as a submodule)
-    keep_config_layers(model.config, kept)
 
 
 def keep_config_layers(config: PreTrainedConfig, kept: list[int]) -> None:
@@ -132,6 +200,25 @@ def residual_states(model: PreTrainedModel, indices: Collection[int]) -> Iterato
             else:
                 handles.append(layers[index - 1].register_forward_hook(after(index)))
         yield states
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def module_inputs(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, Tensor]]:
+    """Record what enters each of `modules` in the forward passes made inside the context, the latest pass', by key."""
+    inputs: dict[int, Tensor] = {}
+
+    def before(key: int) -> Any:
+        def hook(_module: nn.Module, positional: tuple[Any, ...]) -> None:
+            inputs[key] = positional[0]
+
+        return hook
+
+    handles = [module.register_forward_pre_hook(before(key)) for key, module in modules.items()]
+    try:
+        yield inputs
     finally:
         for handle in handles:
             handle.remove()

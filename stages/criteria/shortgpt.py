@@ -2,6 +2,8 @@
 
 import pandas as pd
 
+from stages.criteria import lowest
+
 
 def choose(scores: pd.DataFrame, n: int, allowed: range) -> list[int]:
     """The n layers i of `allowed` with the lowest Block Influence 1 - cos(h_i, h_{i+1}); ties go to the lower i.
@@ -9,5 +11,4 @@ def choose(scores: pd.DataFrame, n: int, allowed: range) -> list[int]:
     ShortGPT (arXiv 2403.03853).
     """
     single = scores[(scores["end"] - scores["start"] == 1) & scores["start"].isin(allowed)]
-    influence = (1 - single.set_index("start")["cosine"]).sort_index()
-    return sorted(int(layer) for layer in influence.sort_values(kind="stable").index[:n])
+    return lowest(1 - single.set_index("start")["cosine"], n)

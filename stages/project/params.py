@@ -7,7 +7,7 @@ an unknown name stops the first stage that runs, not the one that would need it 
 import ast
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -63,17 +63,26 @@ class Option(NamedTuple):
     required: bool
 
 
-TYPES: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "str": (str,), "bool": (bool,)}
+TYPES: dict[str, tuple[type, ...]] = {
+    "float": (int, float),
+    "int": (int,),
+    "str": (str,),
+    "bool": (bool,),
+    "float | str": (int, float, str),
+    "list[int]": (list,),
+}
 
 
-def options(package: str, name: str, function: str) -> dict[str, Option]:
-    """The options of a criterion or operator: its function's keyword-only parameters, read without importing it."""
+def options(package: str, name: str, functions: Sequence[str]) -> dict[str, Option]:
+    """The options of a criterion or operator: the keyword-only parameters of the first function of `functions` that its
+    module defines, read without importing it.
+    """
     module = ast.parse((ROOT / package / f"{name}.py").read_text(encoding="utf-8"))
     for node in module.body:
-        if isinstance(node, ast.FunctionDef) and node.name == function:
+        if isinstance(node, ast.FunctionDef) and node.name in functions:
             arguments = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
             return {a.arg: Option(ast.unparse(a.annotation or ast.Name("")), d is None) for a, d in arguments}
-    raise UserError(f"stages/{package}/{name}.py: defines no function `{function}`")
+    raise UserError(f"stages/{package}/{name}.py: defines no function `{'` or `'.join(functions)}`")
 
 
 def _explain(path: Path, item: Any) -> str:
@@ -124,17 +133,17 @@ def _check_grid(path: Path, params: Params) -> None:
     for model in params.grid.models:
         check_name(f"{path}: grid.models", model, params.models)
     sections = (
-        ("criteria", params.grid.criteria, "select", params.select, "choose"),
-        ("operators", params.grid.operators, "solve", params.solve, "solve"),
+        ("criteria", params.grid.criteria, "select", params.select, ("choose", "search")),
+        ("operators", params.grid.operators, "solve", params.solve, ("solve",)),
     )
-    for package, names, key, section, function in sections:
+    for package, names, key, section, functions in sections:
         for name in names:
             check_name(f"{path}: grid.{package}", name, available(package))
             if name not in section:
                 raise UserError(f"{path}: {key}.{name}: missing; give its options, or {{}} if it has none")
         for name, given in section.items():
             check_name(f"{path}: {key}", name, available(package))
-            known = options(package, name, function)
+            known = options(package, name, functions)
             if package == "criteria":
                 known |= dict.fromkeys(("protect_first", "protect_last"), Option("int", True))
             _check_options(f"{path}: {key}.{name}", given, known)
@@ -151,6 +160,7 @@ def _check_options(where: str, given: dict[str, Any], known: dict[str, Option]) 
     for name, value in given.items():
         kind = known[name].type
         wrong = kind in TYPES and (not isinstance(value, TYPES[kind]) or isinstance(value, bool) != (kind == "bool"))
+        wrong = wrong or (kind == "list[int]" and not all(type(item) is int for item in value))
         if wrong:
             raise UserError(f"{where}.{name} = {value!r}: must be of type {kind}")
         if name.startswith("protect_") and value < 0:

@@ -108,6 +108,7 @@ SCORE = Schema(
         END,
         Column("cosine", pa.float64(), "mean over tokens of cos(h_start, h_end)"),
         Column("angular", pa.float64(), "mean over tokens of arccos(cos(h_start, h_end)) / pi, in [0, 1]"),
+        Column("angular_last", pa.float64(), "the same over the last token of each sequence alone"),
         TOKENS,
     )
 )
@@ -135,7 +136,24 @@ SOLVE = Schema(
         TOKENS,
         BOUNDARY,
         Column("residual_before", pa.float64(), "||X_pre - X_post||^2 / ||X_post||^2 (Frobenius), no operator"),
-        Column("residual_after", pa.float64(), "||X_pre W - X_post||^2 / ||X_post||^2 (Frobenius), with operator W"),
+        Column(
+            "residual_after",
+            pa.float64(),
+            "||X W + b - X_post||^2 / ||X_post||^2 (Frobenius), with operator W and bias b; X is X_pre, after the new "
+            "down projection of a row that has one",
+        ),
+        Column(
+            "token_residual_before",
+            pa.float64(),
+            "mean over tokens of ||x_pre - x_post||^2 / ||x_post||^2, no operator",
+        ),
+        Column(
+            "token_residual_after",
+            pa.float64(),
+            "mean over tokens of ||x_pre W + b - x_post||^2 / ||x_post||^2, with operator W and bias b; null where the "
+            "row has a new down projection, which the sums do not tell it for",
+            nullable=True,
+        ),
         Column(
             "antisymmetric_share",
             pa.float64(),
@@ -144,6 +162,7 @@ SOLVE = Schema(
         ),
         Column("condition", pa.float64(), "condition number of the Gram matrix X_pre^T X_pre; infinite if singular"),
         OPTIONS,
+        Column("chosen", pa.string(), "options that the operator chose itself, as JSON"),
     )
 )
 

@@ -145,6 +145,7 @@ class Collect(Section):
     """What the statistics are kept for: each removed run, or each removed layer as well."""
 
     boundary: Literal["run", "layer"]
+    mlp: bool = Field(description="whether sums inside the layer before each removed run are kept too")
 
 
 OperatorDtype = Literal["model", "float32"]

@@ -1,7 +1,7 @@
 """An adapter: a folder that says what was removed from which base, and holds the operators.
 
-``adapter.json`` describes it, with the SHA-256 of ``operators.safetensors`` (float32 M = W - I, [C, C], by removed run)
-and of the description itself.
+``adapter.json`` describes it, with the SHA-256 of ``operators.safetensors`` (float32, the names of
+:func:`stages.bridge.to_tensors`) and of the description itself.
 """
 
 import hashlib
@@ -10,27 +10,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
-from torch import Tensor
-
 from stages.boundaries import Segment
+from stages.bridge import Bridge, from_tensors, to_tensors
 from stages.project.artifacts import REMEDY, read_json, read_tensors, sha256, write_json, write_tensors
 from stages.project.errors import UserError
 from stages.project.sections import OperatorDtype
 
-FORMAT = 3
+FORMAT = 4
 DESCRIPTION = "adapter.json"
 OPERATORS = "operators.safetensors"
 
 
-def write_adapter(folder: Path, description: dict[str, Any], operators: Mapping[Segment, Tensor]) -> None:
-    """Write an adapter into `folder`: its description, and the operators W, float64 [C, C], by removed run."""
-    changes = {
-        segment.name: (matrix - torch.eye(len(matrix), dtype=matrix.dtype)).float()
-        for segment, matrix in operators.items()
-    }
+def write_adapter(folder: Path, description: dict[str, Any], bridges: Mapping[Segment, Bridge]) -> None:
+    """Write an adapter into `folder`: its description, and what bridges the removed runs, float64."""
     folder.mkdir()
-    write_tensors(folder / OPERATORS, changes)
+    write_tensors(folder / OPERATORS, {name: part.float() for name, part in to_tensors(bridges).items()})
     complete = {**description, "format_version": FORMAT, "operators_sha256": sha256(folder / OPERATORS)}
     write_json(folder / DESCRIPTION, {**complete, "sha256": digest(complete)})
 
@@ -59,20 +53,26 @@ def read_description(folder: Path) -> dict[str, Any]:
     return description
 
 
-def read_changes(folder: Path, description: dict[str, Any]) -> dict[Segment, Tensor]:
-    """The operators of an adapter as M = W - I, float32 [C, C], by removed run; empty for a row without operators.
+def read_bridges(folder: Path, description: dict[str, Any]) -> dict[Segment, Bridge]:
+    """What bridges the removed runs, float32; empty for a row where nothing does.
 
-    Raises UserError when they are missing, damaged or not those that the description says.
+    Raises UserError when it is missing, damaged or not what the description says.
     """
     file = folder / OPERATORS
     tensors, _ = read_tensors(file)
     if sha256(file) != description["operators_sha256"]:
         raise UserError(f"{file}: was edited or damaged: it is not the file that {DESCRIPTION} describes; {REMEDY}")
-    names = {f"{start}-{end}" for start, end in description["boundaries"]} if description["operators"] else set()
-    if set(tensors) != names:
-        raise UserError(f"{file}: has tensors {sorted(tensors)}, expected {sorted(names)}")
-    size = description["base"]["hidden_size"]
-    for name, tensor in tensors.items():
-        if tuple(tensor.shape) != (size, size) or not torch.isfinite(tensor).all():
-            raise UserError(f"{file}: {name} is not a finite [{size}, {size}] matrix")
-    return {Segment.parse(name): change for name, change in tensors.items()}
+    try:
+        bridges = from_tensors(tensors)
+    except ValueError as error:
+        raise UserError(f"{file}: {error}") from error
+    names = sorted(f"{start}-{end}" for start, end in description["boundaries"]) if description["bridged"] else []
+    if sorted(segment.name for segment in bridges) != names:
+        raise UserError(f"{file}: has tensors of {sorted(segment.name for segment in bridges)}, expected of {names}")
+    for segment, bridge in bridges.items():
+        faults = bridge.faults(description["base"]["hidden_size"])
+        if bridge.is_operator != description["operators"]:
+            faults.append(f"{DESCRIPTION} says operators: {description['operators']}")
+        if faults:
+            raise UserError(f"{file}: {segment.name}: {'; '.join(faults)}")
+    return bridges

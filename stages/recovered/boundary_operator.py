@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 BEFORE = "boundary_before"
 """Name, in a decoder layer, of the operator on its input."""
@@ -12,30 +13,41 @@ AFTER = "boundary_after"
 
 
 class BoundaryOperator(nn.Module):
-    """x -> x + x M on the residual stream, for the operator W = I + M.
+    """x -> x + x M + b on the residual stream, for the operator W = I + M and the bias b.
 
-    Kept as M, so that in half precision the states themselves are not rounded by a product. Starts as M = 0, which
-    changes nothing. Computes in the dtype of M and returns the states'.
+    Kept as M, so that in half precision the states themselves are not rounded by a product; with `rank`, as two factors
+    of M. Starts as M = 0 and b = 0, which changes nothing. Computes in the dtype of M and returns the states'.
     """
 
-    def __init__(self, channels: int):
+    def __init__(self, channels: int, rank: int | None = None, bias: bool = False):
         super().__init__()
-        self.change = nn.Parameter(torch.zeros(channels, channels))
+        if rank is None:
+            self.change = nn.Parameter(torch.zeros(channels, channels))
+        else:
+            self.reduce = nn.Parameter(torch.zeros(channels, rank))
+            self.expand = nn.Parameter(torch.zeros(rank, channels))
+        self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
+        self.rank = rank
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Apply the operator to states of shape [..., C]."""
         # With a device map the states come from the layer before: accelerate moves them only inside the next one.
-        states = hidden_states.to(self.change)
-        return (states + states @ self.change).to(hidden_states.dtype)
+        states = hidden_states.to(self.change if self.rank is None else self.reduce)
+        changed = states + (states @ self.change if self.rank is None else states @ self.reduce @ self.expand)
+        if self.bias is not None:
+            changed = changed + self.bias
+        return changed.to(hidden_states.dtype)
 
 
-def attach(layer: nn.Module, name: str, operator: BoundaryOperator) -> None:
-    """Make `operator` a part of a decoder layer, applied to its input (`name` BEFORE) or to its output (AFTER)."""
+def attach(layer: nn.Module, name: str, operator: BoundaryOperator) -> RemovableHandle:
+    """Make `operator` a part of a decoder layer, applied to its input (`name` BEFORE) or to its output (AFTER).
+
+    Returns the handle of the hook that applies it.
+    """
     layer.add_module(name, operator)
     if name == BEFORE:
-        layer.register_forward_pre_hook(_before, with_kwargs=True)
-    else:
-        layer.register_forward_hook(_after)
+        return layer.register_forward_pre_hook(_before, with_kwargs=True)
+    return layer.register_forward_hook(_after)
 
 
 # The operator is looked up in each call: a module that trains a copy of it may have taken its place.

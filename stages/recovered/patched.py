@@ -10,47 +10,66 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from stages.base.checkpoint import SOURCE, load_model
-from stages.base.decoder import decoder_layers, execution_device, remove_layers
+from stages.base.decoder import decoder_layers, down_projection, execution_device, remove_layers, replace_weight
 from stages.boundaries import Segment, runs
+from stages.bridge import Bridge
 from stages.project.artifacts import read_json
 from stages.project.errors import UserError
 from stages.project.keys import Row
 from stages.project.paths import model_folder, patch_folder
 from stages.project.sections import OperatorDtype, Params
-from stages.recovered.adapter import read_changes, read_description
+from stages.recovered.adapter import read_bridges, read_description
 from stages.recovered.boundary_operator import AFTER, BEFORE, BoundaryOperator, attach
 
 
 def patch_model(
     model: PreTrainedModel,
     removed: list[int],
-    changes: Mapping[Segment, Tensor],
+    bridges: Mapping[Segment, Bridge],
     operator_dtype: OperatorDtype = "model",
 ) -> None:
-    """Remove layers in place and put the operators in, given as M = W - I, [C, C], by the removed run they bridge.
+    """Remove layers in place and put in what bridges the removed runs.
 
     An operator is applied to the input of the layer after the cut, or, where none is left after it, to the output of
-    the last layer, before the final norm, on the device of that layer and in its dtype (`model`) or in float32. Raises
-    ValueError when an operator's run is not one of the removed runs.
+    the last layer, before the final norm, on the device of that layer and in its dtype (`model`) or in float32. A down
+    projection is that of the layer before the cut. Raises ValueError when a bridge's run is not one of the removed
+    runs, or its down projection has no place.
     """
-    unknown = set(changes) - set(runs(removed))
+    unknown = set(bridges) - set(runs(removed))
     if unknown:
         raise ValueError(f"operators for {sorted(unknown)}, which are no removed runs of {removed}")
+    for segment, bridge in bridges.items():
+        if bridge.down_projection is not None:
+            module = down_projection(model, segment.start - 1) if segment.start else None
+            if module is None or module.weight.shape != bridge.down_projection.T.shape:
+                raise ValueError(f"a down projection for {segment}, and no such before it in a {model.config.model_type} model")
+            replace_weight(module, bridge.down_projection.T.contiguous())
     if removed:
         remove_layers(model, removed)
     layers = decoder_layers(model)
-    for segment, change in changes.items():
-        operator = BoundaryOperator(len(change))
-        operator.change.data = change
+    for segment, bridge in bridges.items():
+        if not bridge.is_operator:
+            continue
+        operator = boundary_operator(bridge)
         following = segment.end - sum(layer < segment.end for layer in removed)
         layer = layers[min(following, len(layers) - 1)]
         dtype = torch.float32 if operator_dtype == "float32" else next(layer.parameters()).dtype
         operator.to(device=execution_device(layer), dtype=dtype)
         attach(layer, BEFORE if following < len(layers) else AFTER, operator)
+
+
+def boundary_operator(bridge: Bridge) -> BoundaryOperator:
+    """The module of a bridge that is an operator."""
+    parts = bridge.parts()
+    parts.pop("down_projection", None)
+    channels = len(next(parts[name] for name in ("change", "reduce", "bias") if name in parts))
+    operator = BoundaryOperator(channels, len(parts["expand"]) if "expand" in parts else None, "bias" in parts)
+    for name, part in parts.items():
+        getattr(operator, name).data = part
+    return operator
 
 
 def load_patched(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
@@ -64,7 +83,11 @@ def load_patched(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
         if description["base"].get(name) != value:
             wanted = description["base"].get(name)
             raise UserError(f"{folder}: made for a model with {name} {wanted!r}, the base has {value!r}")
-    patch_model(base, description["removed_layers"], read_changes(folder, description), description["operator_dtype"])
+    bridges = read_bridges(folder, description)
+    try:
+        patch_model(base, description["removed_layers"], bridges, description["operator_dtype"])
+    except ValueError as error:
+        raise UserError(f"{folder}: does not fit the base: {error}") from error
     return base
 
 
@@ -124,7 +147,7 @@ def check_current(row: Row, description: dict[str, Any], settings: Params) -> No
 def load_compared(row: Row, settings: Params) -> Iterator[tuple[Row, PreTrainedModel]]:
     """The models that a pruned row is compared with, then its own: dense, without operators, with them.
 
-    Loaded one at a time, as they are asked for; no operator, no third one.
+    Loaded one at a time, as they are asked for; where nothing bridges the cuts, no third one.
     """
     source = settings.models[row.model]
     description = read_description(patch_folder(row))
@@ -134,5 +157,5 @@ def load_compared(row: Row, settings: Params) -> Iterator[tuple[Row, PreTrainedM
     model = load_model(row.model, source.dtype, source.trust_remote_code)
     patch_model(model, description["removed_layers"], {})
     yield bare, model
-    if description["operators"]:
+    if description["bridged"]:
         yield row, load_row(row, settings).model

@@ -1,45 +1,53 @@
 """``reports/report.md``: the comparison as a document, and its tables for the terminal."""
 
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import pandas as pd
 
-from stages.boundaries import runs
 from stages.project.keys import Row
-from stages.reporting import markdown, usage
-from stages.reporting.results import Results
-from stages.reporting.significance import perplexity
-from stages.reporting.tables import (
+from stages.reporting import cuts, markdown, usage
+from stages.reporting.measures import (
     accuracy,
-    best_accuracy,
-    best_perplexity,
+    gap_recovered,
     mean_accuracy,
     mean_nll,
     mean_perplexity,
-    questions_source,
     ratio,
     tasks_with,
 )
+from stages.reporting.pairs import LEVEL, MEAN, Comparison, best, compare
+from stages.reporting.results import Results
+from stages.reporting.significance import RESAMPLES, Estimate, perplexity
+from stages.reporting.tables import questions_source
 
 BOLD_RULE = (
     "**Bold**: the best of a column among the rows of one model and one n (the dense row does not compete), and only "
-    "where its paired difference to the runner-up (of the windows' mean NLL, of the questions' hits; averaged over "
-    "corpora or tasks) exceeds the standard error of that difference."
+    "where its paired difference to every other row (of the windows' mean NLL, of the questions' hits; averaged over "
+    f"corpora or tasks) exceeds the standard error of that difference and has p < {LEVEL}, two-sided: by a bootstrap "
+    f"of {RESAMPLES:,} resamples of the windows, or by McNemar's exact test of the questions that only one of the two "
+    "rows got right. Rows that are the same model, with the same layers removed and the same operator, do not compete: "
+    "they are bold together. The p are those of single pairs, not corrected for their number."
 )
 
 
-def document(results: Results, pictures: list[str]) -> str:
-    """The whole document; `pictures` are file names."""
+def document(results: Results, comparisons: Mapping[tuple[str, int], Comparison], pictures: list[str]) -> str:
+    """The whole document; `comparisons` are those of every model and n, `pictures` file names."""
     parts = ["# Pruned and recovered models", *reading(results)]
     for model in results.models:
         parts.append(f"## {model}")
         for n in _numbers(results, model):
-            parts += [*([f"### {n} layers removed"] if n else []), *comparison(results, model, n)]
-            parts += [*_removed_layers(results, model, n), *_diagnostics(results, model, n)]
+            parts += [f"### {n} layers removed"] if n else []
+            parts += _tables(results, model, n, comparisons.get((model, n), {}))
+            parts += [*cuts.removed_layers(results, model, n), *cuts.diagnostics(results, model, n)]
             parts += usage.texts(results, model, n)
         parts += [*usage.costs(results, model), *settings_of(results, model)]
+    if any(comparisons.values()):
+        parts += [
+            "## Tests",
+            "[pairs.csv](pairs.csv) has what lies behind the bold cells: in every column the paired difference of "
+            "every two pruned rows of one model and n, its standard error and its p.",
+        ]
     if pictures:
         parts += ["## Pictures", *(f"![{name.partition('.')[0]}]({name})" for name in pictures)]
     if results.versions:
@@ -48,20 +56,25 @@ def document(results: Results, pictures: list[str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def summary(results: Results) -> str:
+def summary(results: Results, comparisons: Mapping[tuple[str, int], Comparison]) -> str:
     """The perplexity and accuracy tables alone, for the terminal."""
     parts = []
     for model in results.models:
         for n in _numbers(results, model):
-            parts += [f"{model}, {n} layers removed" if n else model, *comparison(results, model, n)]
+            parts += [f"{model}, {n} layers removed" if n else model]
+            parts += _tables(results, model, n, comparisons.get((model, n), {}))
     return "\n\n".join(parts)
 
 
 def comparison(results: Results, model: str, n: int) -> list[str]:
     """The perplexity and the accuracy table of one model and n, the dense row on top."""
+    return _tables(results, model, n, compare(results, model, n))
+
+
+def _tables(results: Results, model: str, n: int, compared: Comparison) -> list[str]:
     rows = [Row(model), *results.pruned(model, n)]
-    tables = [_perplexities(results, rows)] if results.corpora else []
-    return [*tables, *([_accuracies(results, rows)] if results.tasks else [])]
+    tables = [_perplexities(results, rows, compared)] if results.corpora else []
+    return [*tables, *([_accuracies(results, rows, compared)] if results.tasks else [])]
 
 
 def _numbers(results: Results, model: str) -> list[int]:
@@ -75,8 +88,11 @@ def reading(results: Results) -> Iterable[str]:
         yield (
             "Perplexity: exp of the token-weighted mean negative log-likelihood of a corpus; lower is better. The "
             "arithmetic mean is that of the corpora's perplexities; *retained* is the dense row's arithmetic mean "
-            "divided by the row's. *Parameters* are those of the evaluated model, operators included; *removed* is "
-            "their share of the dense model's that is gone, net of the operators."
+            "divided by the row's. *Gap recovered* is the share of what the cut adds to the mean NLL (that of the row "
+            "without operator minus the dense row's, averaged over the corpora) which the operator takes away again. "
+            "*Parameters* are those of the evaluated model, operators included; *removed* is their share of the dense "
+            "model's that is gone, net of the operators; *extra* are the operators' alone. *Stock architecture*: the "
+            "model needs no operator when it runs."
         )
     if results.tasks:
         normed = markdown.listed(results.normed)
@@ -94,94 +110,60 @@ def reading(results: Results) -> Iterable[str]:
         yield "`exp(x)` stands for a perplexity beyond 1.8e308, the largest double: x is the mean NLL in nats."
 
 
-def _marked(cells: list[str], rows: list[Row], winner: Row | None) -> list[str]:
-    return markdown.bold(cells, None if winner is None else rows.index(winner))
+def _marked(
+    results: Results, cells: list[str], values: dict[Row, float], compared: Comparison, column: tuple[str, str]
+) -> list[str]:
+    """The cells of the rows in `values`, those of the best pruned rows in bold; perplexity is best where lowest."""
+    pruned = {row: value for row, value in values.items() if not row.dense}
+    winners = best(pruned, compared.get(column, {}), results.recipe, lowest=column[0] == "perplexity")
+    return markdown.bold(cells, [at for at, row in enumerate(values) if row in winners])
 
 
-def _perplexities(results: Results, rows: list[Row]) -> str:
-    pruned = rows[1:]
+def _perplexities(results: Results, rows: list[Row], compared: Comparison) -> str:
     columns = markdown.row_labels(rows)
     for corpus in results.corpora:
         nlls = [mean_nll(results, row, corpus).value for row in rows]
         cells = [markdown.perplexity(perplexity(nll), nll) for nll in nlls]
-        columns[corpus] = _marked(cells, rows, best_perplexity(results, pruned, [corpus]))
-    means = [mean_perplexity(results, row, results.corpora) for row in rows]
-    cells = [markdown.perplexity(mean) for mean in means]
-    columns["arithmetic mean"] = _marked(cells, rows, best_perplexity(results, pruned, results.corpora))
-    columns["retained (dense mean / row mean)"] = [markdown.share(ratio(means[0], mean)) for mean in means]
+        values = dict(zip(rows, map(perplexity, nlls), strict=True))
+        columns[corpus] = _marked(results, cells, values, compared, ("perplexity", corpus))
+    means = {row: mean_perplexity(results, row, results.corpora) for row in rows}
+    cells = [markdown.perplexity(mean) for mean in means.values()]
+    columns["arithmetic mean"] = _marked(results, cells, means, compared, ("perplexity", MEAN))
+    dense = means[rows[0]]
+    columns["retained (dense mean / row mean)"] = [markdown.share(ratio(dense, mean)) for mean in means.values()]
+    gaps = [gap_recovered(results, row, results.corpora) for row in rows]
+    columns["gap recovered"] = [markdown.share(gap) for gap in gaps]
     first = [results.windows[row][results.corpora[0]].iloc[0] for row in rows]
     before = int(first[0]["parameters"])
     columns["parameters"] = [f"{window['parameters']:,}" for window in first]
     columns["removed"] = [markdown.share(1 - window["parameters"] / before) for window in first]
-    columns["operator parameters"] = [f"{window['operator_parameters']:,}" for window in first]
-    return markdown.table(columns, text=["criterion", "operator"])
+    columns["extra parameters"] = [f"{window['operator_parameters']:,}" for window in first]
+    columns["stock architecture"] = [markdown.yes_no(window["operator_parameters"] == 0) for window in first]
+    return markdown.table(columns, text=["criterion", "operator", "stock architecture"])
 
 
-def _accuracies(results: Results, rows: list[Row]) -> str:
-    pruned = rows[1:]
+def _accuracies(results: Results, rows: list[Row], compared: Comparison) -> str:
     columns = markdown.row_labels(rows)
     for task in results.tasks:
-        cells = [markdown.percent(accuracy(results, row, task, "acc")) for row in rows]
-        columns[f"{task} acc"] = _marked(cells, rows, best_accuracy(results, pruned, [task], "acc"))
+        columns[f"{task} acc"] = _accuracy_column(
+            results, {row: accuracy(results, row, task, "acc") for row in rows}, compared, ("acc", task)
+        )
     for metric in ("acc", "acc_norm"):
-        tasks = tasks_with(results, metric)
-        if tasks:
-            cells = [markdown.percent(mean_accuracy(results, row, metric)) for row in rows]
-            columns[f"mean {metric}"] = _marked(cells, rows, best_accuracy(results, pruned, tasks, metric))
+        if tasks_with(results, metric):
+            columns[f"mean {metric}"] = _accuracy_column(
+                results, {row: mean_accuracy(results, row, metric) for row in rows}, compared, (metric, MEAN)
+            )
     means = [mean_accuracy(results, row, "acc").value for row in rows]
     columns["retained (row mean acc / dense mean acc)"] = [markdown.share(ratio(mean, means[0])) for mean in means]
     return markdown.table(columns, text=["criterion", "operator"])
 
 
-def _removed_layers(results: Results, model: str, n: int) -> Iterable[str]:
-    chosen = results.chosen(model, n)
-    if not chosen:
-        return
-    scores = results.scores[model].set_index(["start", "end"])["cosine"]
-    lines = []
-    for criterion, layers in chosen.items():
-        cuts = runs(layers)
-        cosines = [f"cos(h_{start}, h_{end}) = {scores[start, end]:.4f}" for start, end in cuts]
-        options = results.criterion_options[Row(model, criterion, n)]
-        lines.append(f"- {criterion}: {markdown.layers(cuts)} ({', '.join(cosines)}); options {options}")
-    yield "Removed layers:"
-    yield "\n".join(lines)
-    for distinct in dict.fromkeys(tuple(layers) for layers in chosen.values()):
-        same = [criterion for criterion, layers in chosen.items() if tuple(layers) == distinct]
-        if len(same) > 1:
-            yield (
-                f"{markdown.listed(same)} chose identical layers: {markdown.layers(runs(list(distinct)))}. "
-                f"Their rows are the same model, so between them there is nothing to compare."
-            )
-
-
-def _diagnostics(results: Results, model: str, n: int) -> Iterable[str]:
-    solved = [(row, cut) for row in results.pruned(model, n) for cut in results.operators[row].to_dict("records")]
-    if not solved:
-        return
-    cuts: list[dict[Any, Any]] = [cut for _, cut in solved]
-    yield (
-        "Operators, per boundary [start, end): relative residual ‖X_pre W - X_post‖² / ‖X_post‖² on the calibration "
-        "tokens without (W = I) and with the operator, anti-symmetric share of M = W - I, condition number of the "
-        "Gram matrix. Few tokens of massive activation can make up most of both norms: an operator that scales by mean "
-        "ratios may then raise the residual and lower the perplexity all the same."
-    )
-    yield markdown.table(
-        {
-            **markdown.row_labels([row for row, _ in solved]),
-            "boundary": [f"[{cut['start']}, {cut['end']})" for cut in cuts],
-            "one operator per": [cut["boundary"] for cut in cuts],
-            "options": [cut["options"] for cut in cuts],
-            "residual before": [markdown.significant(cut["residual_before"]) for cut in cuts],
-            "residual after": [markdown.significant(cut["residual_after"]) for cut in cuts],
-            "anti-symmetric share": [markdown.significant(cut["antisymmetric_share"]) for cut in cuts],
-            "condition": [
-                "singular" if math.isinf(cut["condition"]) else markdown.significant(cut["condition"]) for cut in cuts
-            ],
-            "tokens": [f"{cut['tokens']:,}" for cut in cuts],
-        },
-        text=["criterion", "operator", "boundary", "one operator per", "options"],
-    )
+def _accuracy_column(
+    results: Results, estimates: dict[Row, Estimate], compared: Comparison, column: tuple[str, str]
+) -> list[str]:
+    cells = [markdown.percent(estimate) for estimate in estimates.values()]
+    values = {row: estimate.value for row, estimate in estimates.items()}
+    return _marked(results, cells, values, compared, column)
 
 
 def settings_of(results: Results, model: str) -> Iterable[str]:

@@ -1,7 +1,7 @@
 """Numbers, ranges and tables as Markdown that reads as well in a terminal."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from stages.project.keys import Row
 from stages.reporting.significance import Estimate
@@ -50,9 +50,14 @@ def row_labels(rows: Sequence[Row]) -> dict[str, list[str]]:
     }
 
 
-def bold(cells: Sequence[str], at: int | None) -> list[str]:
-    """The cells with the one at index `at` in bold."""
-    return [f"**{cell}**" if index == at else cell for index, cell in enumerate(cells)]
+def yes_no(value: bool) -> str:
+    """``yes`` or ``no``."""
+    return "yes" if value else "no"
+
+
+def bold(cells: Sequence[str], at: Collection[int]) -> list[str]:
+    """The cells with those at the indices `at` in bold."""
+    return [f"**{cell}**" if index in at else cell for index, cell in enumerate(cells)]
 
 
 def table(columns: Mapping[str, Sequence[str]], text: Sequence[str] = ()) -> str:

@@ -39,6 +39,15 @@ class PerplexityPanel:
     means: Mapping[str, Mapping[str, float]]
 
 
+@dataclass(frozen=True)
+class NumberPanel:
+    """One model and criterion: the mean perplexity of the dense model, and by operator and number of removed layers."""
+
+    title: str
+    dense: float
+    means: Mapping[str, Mapping[int, float]]
+
+
 def save(draw: Callable[[], Figure], path: Path) -> None:
     """Draw with matplotlib's own settings, not the user's, and write a PNG that names no version or date."""
     with mpl.rc_context():
@@ -152,6 +161,43 @@ def _perplexity(axes: Axes, panel: PerplexityPanel) -> None:
     axes.set_xlabel("mean perplexity of the corpora (log scale; lower is better)", fontsize=9)
     axes.grid(axis="x", alpha=0.3, which="both")
     _heading(axes, panel.title, columns=4)
+
+
+def perplexities_by_number(rows: Sequence[Sequence[NumberPanel]]) -> Figure:
+    """A panel per model (down) and criterion (across): mean perplexity against the number of removed layers.
+
+    A line per operator, the dense model as a dashed one. A perplexity that a double can't hold is written at the top.
+    """
+    panels = [panel for row in rows for panel in row]
+    if not panels:
+        return _empty("no perplexities of more than one number of removed layers")
+    across = max(len(row) for row in rows)
+    figure = Figure(figsize=(max(7.0, 5.0 * across), 4.0 * len(rows)), layout=_layout())
+    grid = figure.subplots(len(rows), across, squeeze=False)
+    for i, row in enumerate(rows):
+        for j, panel in enumerate(row):
+            _perplexity_by_number(grid[i, j], panel)
+    return figure
+
+
+def _perplexity_by_number(axes: Axes, panel: NumberPanel) -> None:
+    axes.set_yscale("log")
+    for index, (operator, means) in enumerate(panel.means.items()):
+        shown = [mean if math.isfinite(mean) else math.nan for mean in means.values()]
+        axes.plot(list(means), shown, marker=MARKERS[index], color=COLOURS[index], label=operator, markersize=5)
+    top = axes.get_xaxis_transform()
+    for n in {n for means in panel.means.values() for n, mean in means.items() if math.isinf(mean)}:
+        axes.text(n, 0.99, "> 1.8e308", color=GREY, fontsize=8, ha="center", va="top", transform=top)
+    if math.isfinite(panel.dense):
+        axes.axhline(panel.dense, color="black", linestyle="--", linewidth=1, label="dense")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(LogFormatter())
+    axes.set_xlabel("number of removed layers", fontsize=9)
+    axes.set_ylabel("mean perplexity of the corpora\n(log scale; lower is better)", fontsize=9)
+    axes.grid(alpha=0.3, which="both")
+    axes.set_title(panel.title, fontsize=10, loc="left")
+    axes.legend(fontsize=8)
 
 
 def _empty(message: str) -> Figure:

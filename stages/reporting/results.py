@@ -71,6 +71,10 @@ class Results:
         """The rows of `model` with `n` layers removed: those that compete in one table."""
         return [row for row in self.rows if (row.model, row.n) == (model, n) and not row.dense]
 
+    def recipe(self, row: Row) -> tuple[str, str, tuple[int, ...]]:
+        """What makes a pruned row the model that it is, whatever the criterion: base, operator and removed layers."""
+        return row.model, row.operator, tuple(self.selections[Row(row.model, row.criterion, row.n)])
+
     def chosen(self, model: str, n: int) -> dict[str, list[int]]:
         """The layers that each criterion removed from `model`, ascending, by criterion."""
         return {row.criterion: layers for row, layers in self.selections.items() if (row.model, row.n) == (model, n)}

@@ -1,4 +1,4 @@
-"""Standard errors of means and of paired differences, and whether the best of several is better than the next.
+"""Standard errors of means and of paired differences, and tests of whether a difference could be chance.
 
 Everything is a weighted mean of values x_i with weights w_i (W = sum w_i, m values):
 
@@ -11,15 +11,18 @@ sides cancels. There is no error with m = 1.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
-Candidate = TypeVar("Candidate")
+
+RESAMPLES = 10_000
+SEED = 0
+BLOCK = 2**17
+"""Most values per corpus in one array of resamples: 1 MiB."""
 
 
 @dataclass(frozen=True)
@@ -56,22 +59,47 @@ def perplexity(nll: float) -> float:
         return math.inf
 
 
-def best(
-    candidates: Sequence[Candidate],
-    value: Callable[[Candidate], float],
-    difference: Callable[[Candidate, Candidate], Estimate],
-    *,
-    lowest: bool,
-) -> Candidate | None:
-    """The candidate with the lowest (or highest) value if it beats the runner-up by more than the error, else None.
+def mcnemar(wins: int, losses: int) -> float:
+    """Exact two-sided p of McNemar's test, from how many questions the one row alone and the other alone got right.
 
-    `difference(a, b)` is the paired difference a - b, of the value or of a quantity that grows with it; it must have
-    the right sign and exceed its standard error. None as well when there is no runner-up or no error.
+    min(1, 2 P(X <= min(wins, losses))) with X ~ Binomial(wins + losses, 1/2); 1 without such a question.
     """
-    if len(candidates) < 2:
-        return None
-    first, second = sorted(candidates, key=value, reverse=not lowest)[:2]
-    paired = difference(first, second)
-    lead = -paired.value if lowest else paired.value
-    # Where one question of m is all that differs, lead and error are both 1/m: rounding must not decide.
-    return first if paired.error is not None and lead > paired.error * (1 + 1e-9) else None
+    n, k = wins + losses, min(wins, losses)
+    # From the largest term down: C(n, i - 1) / C(n, i) = i / (n - i + 1).
+    below = np.arange(k, 0, -1)
+    terms = 1 + float(np.cumprod(below / (n - below + 1)).sum())
+    return min(1.0, 2 * (math.comb(n, k) / (1 << n)) * terms)
+
+
+def bootstrap(differences: Sequence[Array], weights: Sequence[Array]) -> Array:
+    """Two-sided p of k paired differences in each of c >= 1 corpora, and of their means over the corpora: [c + 1, k].
+
+    `differences` holds per corpus [k, m] values, one per pair and window, `weights` [m] those of the windows. Windows
+    are drawn with replacement, m of m, the same for all pairs and independently per corpus; D* is the weighted mean of
+    what was drawn. With B resamples
+
+        p = min(1, 2 min((#(D* <= 0) + 1) / (B + 1), (#(D* >= 0) + 1) / (B + 1)))
+    """
+    generators = [np.random.default_rng([SEED, corpus]) for corpus in range(len(weights))]
+    counts = np.zeros((2, len(weights) + 1, len(differences[0])))
+    # As many resamples at once as keep the arrays small; the draws do not depend on it.
+    at_once = max(1, BLOCK // max(len(differences[0]), *map(len, weights)))
+    for first in range(0, RESAMPLES, at_once):
+        resamples = min(at_once, RESAMPLES - first)
+        drawn = [
+            _shares(of_corpus, generator, resamples) @ values.T
+            for values, of_corpus, generator in zip(differences, weights, generators, strict=True)
+        ]
+        means = np.stack([*drawn, np.mean(drawn, axis=0)])
+        counts += np.count_nonzero([means <= 0, means >= 0], axis=2)
+    p: Array = np.minimum(1, 2 * (counts.min(axis=0) + 1) / (RESAMPLES + 1))
+    return p
+
+
+def _shares(weights: Array, generator: np.random.Generator, resamples: int) -> Array:
+    """The share of the weight that every one of m windows has in each resample, [resamples, m]; rows sum to 1."""
+    m = len(weights)
+    drawn = generator.integers(m, size=(resamples, m)) + m * np.arange(resamples)[:, None]
+    times = np.bincount(drawn.ravel(), minlength=resamples * m).reshape(resamples, m)
+    shares: Array = times * weights / (times @ weights)[:, None]
+    return shares

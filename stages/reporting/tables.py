@@ -1,113 +1,34 @@
 """The tables of the report as data frames and plain values: pure functions of :mod:`stages.reporting.results`."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from stages.project.keys import DENSE, Row
 from stages.project.schemas import SOLVE
-from stages.reporting.results import Results
-from stages.reporting.significance import (
-    Array,
-    Estimate,
-    average,
-    best,
-    perplexity,
-    weighted_mean,
+from stages.reporting.measures import (
+    accuracy,
+    gap_recovered,
+    mean_accuracy,
+    mean_nll,
+    mean_perplexity,
+    ratio,
+    tasks_with,
 )
-
-
-def window_means(results: Results, row: Row, corpus: str) -> tuple[Array, Array]:
-    """Mean negative log-likelihood (nats per token) and number of predicted tokens of every window of a corpus."""
-    frame = results.windows[row][corpus]
-    tokens = frame["tokens"].to_numpy(np.float64)
-    return frame["nll"].to_numpy(np.float64) / tokens, tokens
-
-
-def mean_nll(results: Results, row: Row, corpus: str) -> Estimate:
-    """Token-weighted mean negative log-likelihood of a corpus, nats per token."""
-    return weighted_mean(*window_means(results, row, corpus))
-
-
-def mean_perplexity(results: Results, row: Row, corpora: list[str]) -> float:
-    """Arithmetic mean over `corpora` of their perplexities; infinite if one of them is."""
-    k = len(corpora)
-    return sum(perplexity(mean_nll(results, row, corpus).value) / k for corpus in corpora)
-
-
-def hits(results: Results, row: Row, task: str, metric: str) -> Array:
-    """1 for every question answered right, 0 for the others; `metric` is `acc` or `acc_norm`."""
-    column = {"acc": "correct", "acc_norm": "correct_norm"}[metric]
-    return results.questions[row][task][column].to_numpy(np.float64)
-
-
-def accuracy(results: Results, row: Row, task: str, metric: str) -> Estimate:
-    """Share of the questions answered right, in [0, 1], with lm-eval's error of a mean: std (ddof = 1) / sqrt(m)."""
-    values = hits(results, row, task, metric)
-    return weighted_mean(values, np.ones_like(values))
-
-
-def mean_accuracy(results: Results, row: Row, metric: str) -> Estimate:
-    """Mean of `metric` over the tasks that have it, equally weighted, the tasks' errors taken as independent."""
-    return average([accuracy(results, row, task, metric) for task in tasks_with(results, metric)])
-
-
-def tasks_with(results: Results, metric: str) -> list[str]:
-    """The tasks whose questions were scored by `metric`, `acc` or `acc_norm`."""
-    return results.tasks if metric == "acc" else results.normed
-
-
-def ratio(numerator: float, denominator: float) -> float | None:
-    """The quotient, or None where it is undefined (0 / 0, x / 0, infinity / infinity)."""
-    if denominator == 0 or not math.isfinite(numerator):
-        return None
-    return numerator / denominator
-
-
-def best_perplexity(results: Results, rows: list[Row], corpora: list[str]) -> Row | None:
-    """The row with the lowest mean perplexity over `corpora` if its paired lead is beyond the lead's error.
-
-    Per corpus the difference is the token-weighted mean over windows of the difference of mean NLL; over corpora, their
-    average. NLL, not perplexity: what the two rows have in common cancels there, and it cannot overflow.
-    """
-
-    def difference(a: Row, b: Row) -> Estimate:
-        per_corpus = []
-        for corpus in corpora:
-            nll, tokens = window_means(results, a, corpus)
-            per_corpus.append(weighted_mean(nll - window_means(results, b, corpus)[0], tokens))
-        return average(per_corpus)
-
-    return best(rows, lambda row: mean_perplexity(results, row, corpora), difference, lowest=True)
-
-
-def best_accuracy(results: Results, rows: list[Row], tasks: list[str], metric: str) -> Row | None:
-    """The row with the highest mean of `metric` over `tasks` if its paired lead is beyond the lead's error.
-
-    Per task the difference is the mean over questions of the difference of the hits; over tasks, their average.
-    """
-
-    def difference(a: Row, b: Row) -> Estimate:
-        per_task = []
-        for task in tasks:
-            values = hits(results, a, task, metric) - hits(results, b, task, metric)
-            per_task.append(weighted_mean(values, np.ones_like(values)))
-        return average(per_task)
-
-    def value(row: Row) -> float:
-        return average([accuracy(results, row, task, metric) for task in tasks]).value
-
-    return best(rows, value, difference, lowest=False)
+from stages.reporting.pairs import Comparison
+from stages.reporting.results import Results
+from stages.reporting.significance import perplexity
 
 
 def perplexity_table(results: Results) -> pd.DataFrame:
     """One row per row and corpus.
 
     `nll` is in nats per token, `nll_stderr` its standard error over windows (empty with one window), `perplexity` its
-    exp (`inf` beyond a double), `retained` the dense row's perplexity over this one's, `parameters` those of the
-    evaluated model with its operators.
+    exp (`inf` beyond a double), `retained` the dense row's perplexity over this one's, `gap_recovered` the share of the
+    gap in log-perplexity between the dense row and the one without operator, `parameters` those of the evaluated model
+    with its operators.
     """
     records: list[dict[str, Any]] = []
     for row in results.rows if results.corpora else []:
@@ -123,6 +44,7 @@ def perplexity_table(results: Results) -> pd.DataFrame:
                     "nll": nll.value,
                     "nll_stderr": nll.error,
                     "retained": perplexity(dense.value - nll.value),
+                    "gap_recovered": gap_recovered(results, row, [corpus]),
                     "windows": len(frame),
                     "tokens": frame["tokens"].sum(),
                     **{name: frame[name].iloc[0] for name in WINDOW_SETTINGS},
@@ -134,8 +56,8 @@ def perplexity_table(results: Results) -> pd.DataFrame:
 
 WINDOW_SETTINGS = ("seqlen", "bos", "cut", "seed", "source", "dtype", "calibration")
 PERPLEXITY_COLUMNS = [
-    *("model", "criterion", "n", "operator", "corpus", "perplexity", "nll", "nll_stderr", "retained", "windows"),
-    *("tokens", *WINDOW_SETTINGS, "parameters", "operator_parameters"),
+    *("model", "criterion", "n", "operator", "corpus", "perplexity", "nll", "nll_stderr", "retained", "gap_recovered"),
+    *("windows", "tokens", *WINDOW_SETTINGS, "parameters", "operator_parameters"),
 ]
 
 
@@ -176,7 +98,8 @@ def summary_table(results: Results) -> pd.DataFrame:
     """One row per row: the averages over corpora and over tasks, what they retain of the dense row's, parameters.
 
     `perplexity` is the arithmetic mean over corpora, `acc` and `acc_norm` the means over the tasks that have them, in
-    [0, 1]. `perplexity_retained` is dense over row, `acc_retained` row over dense. Empty where nothing was evaluated.
+    [0, 1]. `perplexity_retained` is dense over row, `acc_retained` row over dense; `gap_recovered` is of the mean over
+    corpora; `stock_architecture` says that no operator is needed at inference. Empty where nothing was evaluated.
     """
     records: list[dict[str, Any]] = []
     for row in results.rows:
@@ -185,8 +108,10 @@ def summary_table(results: Results) -> pd.DataFrame:
             mean, dense = (mean_perplexity(results, of, results.corpora) for of in (row, Row(row.model)))
             window, whole = (results.windows[of][results.corpora[0]].iloc[0] for of in (row, Row(row.model)))
             record |= {"perplexity": mean, "perplexity_retained": ratio(dense, mean)}
+            record["gap_recovered"] = gap_recovered(results, row, results.corpora)
             record |= {"parameters": window["parameters"], "dense_parameters": whole["parameters"]}
             record["operator_parameters"] = window["operator_parameters"]
+            record["stock_architecture"] = bool(window["operator_parameters"] == 0)
         for metric in ("acc", "acc_norm"):
             if tasks_with(results, metric):
                 estimate = mean_accuracy(results, row, metric)
@@ -195,12 +120,36 @@ def summary_table(results: Results) -> pd.DataFrame:
             record["acc_retained"] = ratio(record["acc"], mean_accuracy(results, Row(row.model), "acc").value)
         records.append(record)
     table = pd.DataFrame(records, columns=SUMMARY_COLUMNS)
-    return table.astype(dict.fromkeys(("parameters", "dense_parameters", "operator_parameters"), "Int64"))
+    numbers = dict.fromkeys(("parameters", "dense_parameters", "operator_parameters"), "Int64")
+    return table.astype({**numbers, "stock_architecture": "boolean", "gap_recovered": "float64"})
 
 
 SUMMARY_COLUMNS = [
-    *("model", "criterion", "n", "operator", "perplexity", "perplexity_retained", "acc", "acc_stderr", "acc_retained"),
-    *("acc_norm", "acc_norm_stderr", "dense_parameters", "parameters", "operator_parameters"),
+    *("model", "criterion", "n", "operator", "perplexity", "perplexity_retained", "gap_recovered", "acc", "acc_stderr"),
+    *("acc_retained", "acc_norm", "acc_norm_stderr", "dense_parameters", "parameters", "operator_parameters"),
+    "stock_architecture",
+]
+
+
+def pair_table(comparisons: Mapping[tuple[str, int], Comparison]) -> pd.DataFrame:
+    """One row per pair of pruned rows a, b of one model and n, and column that they are compared in.
+
+    `measure` is `perplexity`, `acc` or `acc_norm`, `on` a corpus, a task or `mean`. `difference` is a - b: of the mean
+    negative log-likelihood, nats per token, or of the share of right answers; `stderr` is empty
+    with one window or question, `p` with one window.
+    """
+    records = [
+        (model, n, a.criterion, a.operator, b.criterion, b.operator, measure, on, *pair.values())
+        for (model, n), comparison in comparisons.items()
+        for (measure, on), pairs in comparison.items()
+        for (a, b), pair in pairs.items()
+    ]
+    return pd.DataFrame(records, columns=PAIR_COLUMNS)
+
+
+PAIR_COLUMNS = [
+    *("model", "n", "criterion_a", "operator_a", "criterion_b", "operator_b"),
+    *("measure", "on", "difference", "stderr", "p"),
 ]
 
 
