@@ -81,7 +81,8 @@ class Bridge:
             for n, p in parts.items()
             if p.shape != shapes[n]
         ]
-        if not parts or (self.reduce is None) != (self.expand is None) or (self.change is not None and rank):
+        lone = (self.reduce is None) != (self.expand is None)
+        if not parts or lone or (self.expand is not None and (rank == 0 or self.change is not None)):
             found.append(f"tensors {sorted(parts)} do not make an operator")
         return found
 

@@ -45,7 +45,9 @@ def patch_model(
         if bridge.down_projection is not None:
             module = down_projection(model, segment.start - 1) if segment.start else None
             if module is None or module.weight.shape != bridge.down_projection.T.shape:
-                raise ValueError(f"a down projection for {segment}, and no such before it in a {model.config.model_type} model")
+                raise ValueError(
+                    f"a down projection for {segment}, and no such before it in a {model.config.model_type} model"
+                )
             replace_weight(module, bridge.down_projection.T.contiguous())
     if removed:
         remove_layers(model, removed)
