@@ -8,7 +8,18 @@ are the criterion's options in ``params.yaml``, under ``select.<name>``, beside 
 from which the stage makes `allowed`. A new criterion is one new module, named in ``params.yaml``.
 """
 
+from collections.abc import Sequence
+
 import pandas as pd
+
+from stages.project.errors import UserError
+
+
+def first_sequences(calibration: Sequence[Sequence[int]], sequences: int, criterion: str) -> Sequence[Sequence[int]]:
+    """The first `sequences` calibration sequences, all if there are fewer. Raises UserError for a number under 1."""
+    if sequences < 1:
+        raise UserError(f"params.yaml: select.{criterion}.sequences = {sequences}: must be at least 1")
+    return calibration[:sequences]
 
 
 def best_block(scores: pd.DataFrame, n: int, allowed: range, value: "pd.Series[float]") -> list[int]:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from stages.base.decoder import layers_removed
 from stages.base.device import batch_tokens
-from stages.criteria import lowest
+from stages.criteria import first_sequences, lowest
 from stages.likelihood import window_nll
 from stages.project.errors import UserError
 
@@ -34,7 +34,7 @@ def search(
     """
     if method not in METHODS:
         raise UserError(f"params.yaml: select.perplexity.method = {method!r}: must be one of {', '.join(METHODS)}")
-    text = calibration[:sequences]
+    text = first_sequences(calibration, sequences, "perplexity")
     removed: list[int] = []
     steps = tqdm(total=sum(len(allowed) - step for step in range(n if method == "greedy" else 1)), leave=False)
     while len(removed) < n:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from stages.base.decoder import input_device, linear_maps
 from stages.base.device import batch_tokens, batches
-from stages.criteria import lowest
+from stages.criteria import first_sequences, lowest
 from stages.likelihood import sequence_nll
 from stages.project.errors import UserError
 
@@ -25,6 +25,7 @@ def search(
     lower index. Raises UserError when a gradient is not finite, naming the layer, or when a device map keeps weights
     off the devices that compute.
     """
+    text = first_sequences(calibration, sequences, "taylor")
     modules = {layer: linear_maps(model, layer) for layer in allowed}
     model.requires_grad_(False)
     for of_layer in modules.values():
@@ -35,7 +36,7 @@ def search(
     # Backward, a batch adds to what is there in the weights' dtype: gradients are summed in float32 instead.
     gradients: dict[nn.Module, torch.Tensor] = {}
     with torch.enable_grad():
-        for ids in tqdm(list(batches(calibration[:sequences], batch_tokens(), input_device(model))), leave=False):
+        for ids in tqdm(list(batches(text, batch_tokens(), input_device(model))), leave=False):
             nll = sequence_nll(model(input_ids=ids, use_cache=False).logits, ids).sum()
             nll.backward()  # type: ignore[no-untyped-call]  # torch's
             for module in (module for of_layer in modules.values() for module in of_layer):
