@@ -120,4 +120,7 @@ def solved(bridges: Mapping[Segment, Bridge]) -> dict[str, Tensor]:
 def from_solved(tensors: Mapping[str, Tensor]) -> dict[Segment, Bridge]:
     """The inverse of :func:`solved`, to rounding. Raises ValueError when a name is not of that form."""
     named = {name if "." in name else f"{name}.change": part for name, part in tensors.items()}
+    for name, part in named.items():
+        if name.endswith(".change") and (part.dim() != 2 or len(part) != part.shape[1]):
+            raise ValueError(f"{name.removesuffix('.change')} has shape {list(part.shape)}, expected a square matrix")
     return from_tensors({n: p - identity(p) if n.endswith(".change") else p for n, p in named.items()})

@@ -54,7 +54,8 @@ def inputs(model: str, settings: Params) -> tuple[Any, list[list[int]]]:
 
     calibration = read_table(selection_file(model), CALIBRATION_TEXT)
     source = settings.models[model]
-    return load_model(model, source.dtype, source.trust_remote_code), calibration["input_ids"].tolist()
+    sequences = [[int(token) for token in ids] for ids in calibration["input_ids"]]
+    return load_model(model, source.dtype, source.trust_remote_code), sequences
 
 
 def choose(module: ModuleType, given: tuple[Any, ...], n: int, allowed: range, options: dict[str, Any]) -> list[int]:

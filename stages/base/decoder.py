@@ -5,8 +5,6 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from accelerate.hooks import remove_hook_from_module
-from accelerate.utils.modeling import align_module_device
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -91,6 +89,9 @@ def linear_maps(model: PreTrainedModel, index: int) -> list[nn.Linear]:
 
 def whole_weight(module: nn.Linear) -> Tensor:
     """A copy of a linear map's weight, [out, in], even where a device map keeps it elsewhere between calls."""
+    # Imported where it is needed: it takes seconds, in every stage.
+    from accelerate.utils.modeling import align_module_device
+
     with align_module_device(module):
         return module.weight.detach().clone()
 
@@ -100,6 +101,9 @@ def replace_weight(module: nn.Linear, weight: Tensor) -> None:
 
     Where a device map keeps weights elsewhere between calls, this one stays.
     """
+    from accelerate.hooks import remove_hook_from_module
+    from accelerate.utils.modeling import align_module_device
+
     device, dtype = execution_device(module), module.weight.dtype
     with align_module_device(module):
         bias = None if module.bias is None else module.bias.detach().clone()
