@@ -187,7 +187,7 @@ def test_answers_of_a_model_partly_on_disk(name, project, model, tokenizer, monk
 
 def test_limit_takes_the_first_questions(project, run_stage):
     text = (project / "params.yaml").read_text(encoding="utf-8")
-    (project / "params.yaml").write_text(text.replace("limit: 300", "limit: 2"), encoding="utf-8")
+    (project / "params.yaml").write_text(re.sub(r"limit: \d+", "limit: 2", text), encoding="utf-8")
     run_stage("--model", "smollm2", "--task", "piqa")
     run_stage("--model", "smollm2", "--criterion", "streamline", "--n", "7", "--operator", "ghost", "--task", "piqa")
     dense = read_table(Path("data/eval_acc/smollm2-dense-piqa.parquet"), EVAL_ACC)
@@ -208,7 +208,7 @@ def test_limit_takes_the_first_questions(project, run_stage):
 
 def test_no_limit_takes_all(project, run_stage):
     text = (project / "params.yaml").read_text(encoding="utf-8")
-    (project / "params.yaml").write_text(text.replace("limit: 300", "limit: null"), encoding="utf-8")
+    (project / "params.yaml").write_text(re.sub(r"limit: \d+", "limit: null", text), encoding="utf-8")
     run_stage("--model", "smollm2", "--task", "openbookqa")
     frame = read_table(Path("data/eval_acc/smollm2-dense-openbookqa.parquet"), EVAL_ACC)
     assert len(frame) == frame["available"].iloc[0] == 3
