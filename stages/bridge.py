@@ -65,8 +65,7 @@ class Bridge:
 
     def faults(self, channels: int) -> list[str]:
         """What is wrong with the shapes and values of its tensors, for a hidden size of `channels`."""
-        rank = len(self.expand) if self.expand is not None else 0
-        inner = len(self.down_projection) if self.down_projection is not None else 0
+        rank, inner = _rows(self.expand), _rows(self.down_projection)
         shapes = {
             "change": (channels, channels),
             "reduce": (channels, rank),
@@ -85,6 +84,10 @@ class Bridge:
         if not parts or lone or (self.expand is not None and (rank == 0 or self.change is not None)):
             found.append(f"tensors {sorted(parts)} do not make an operator")
         return found
+
+
+def _rows(part: Tensor | None) -> int:
+    return part.shape[0] if part is not None and part.dim() else 0
 
 
 def to_tensors(bridges: Mapping[Segment, Bridge]) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ CHANNELS, INNER, RANK = 4, 6, 2
 
 def draw(*shape: int) -> Tensor:
     """Random float64 numbers, the same ones for a shape."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
 
 
 CHANGE, BIAS, PROJECTION = draw(CHANNELS, CHANNELS), draw(CHANNELS), draw(INNER, CHANNELS)
@@ -137,6 +137,7 @@ def test_whole_bridges_have_no_faults(kind: str) -> None:
 SHAPES = [
     ({"change": draw(CHANNELS, CHANNELS + 1)}, "change has shape [4, 5], expected [4, 4]"),
     ({"change": draw(CHANNELS)}, "change has shape [4], expected [4, 4]"),
+    ({"down_projection": draw()}, "down_projection has shape [], expected [0, 4]"),
     ({"change": draw(CHANNELS + 1, CHANNELS + 1)}, "change has shape [5, 5], expected [4, 4]"),
     ({**FACTORS, "reduce": draw(CHANNELS, RANK + 1)}, "reduce has shape [4, 3], expected [4, 2]"),
     ({**FACTORS, "reduce": draw(RANK, CHANNELS)}, "reduce has shape [2, 4], expected [4, 2]"),

@@ -297,12 +297,12 @@ def test_adapter_without_bridges(tiny_model: Build, token_ids: Tensor, adapters:
         (
             Bridge(down_projection=torch.zeros(INNER, CHANNELS)),
             {"operators": True, "operator_dtype": "model"},
-            "adapter.json says operators: True",
+            "not what adapter.json says, operators: True",
         ),
         (
             Bridge(change=torch.zeros(CHANNELS, CHANNELS)),
             {"operators": False, "operator_dtype": None},
-            "adapter.json says operators: False",
+            "not what adapter.json says, operators: False",
         ),
         (Bridge(bias=torch.zeros(CHANNELS)), {"bridged": False}, r"has tensors of \['2-4'\], expected of \[\]"),
     ],
@@ -314,6 +314,17 @@ def test_damaged_adapters_are_refused(
     folder = write(adapters / "adapter", tiny_model(), [2, 3], {Segment(2, 4): bridge}, **said)
     with pytest.raises(UserError, match=f"operators.safetensors: .*{message}"):
         load_patched(tiny_model(), folder)
+
+
+def test_runs_that_are_bridged_each_in_its_own_way(tiny_model: Build, token_ids: Tensor, adapters: Path) -> None:
+    removed = [1, 3]
+    projection = bridges_of(removed, "projection")[Segment(1, 2)]
+    operator = Bridge(change=0.1 * torch.eye(CHANNELS))
+    bridges = {Segment(1, 2): projection, Segment(3, 4): operator}
+    folder = write(adapters / "adapter", tiny_model(), removed, bridges, operators=True, operator_dtype="model")
+    expected = tiny_model()
+    patch_model(expected, removed, bridges)
+    assert torch.equal(logits(load_patched(tiny_model(), folder), token_ids), logits(expected, token_ids))
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,13 @@ def test_a_criterion_that_defines_neither_function(text: str, own: Path, tmp_pat
     assert "mine" not in load(tmp_path).select
 
 
+def test_a_criterion_that_defines_both_functions(own: Path, tmp_path: Path) -> None:
+    (own / "criteria/mine.py").write_text("def choose(scores, n, allowed): ...\ndef search(model, *, x: int): ...\n")
+    section = {**DEFAULT["select"], "mine": {"protect_first": 0, "protect_last": 0}}
+    with pytest.raises(UserError, match=r"criteria/mine.py: defines 2 functions `choose` or `search`; it needs one"):
+        load(tmp_path, select=section)
+
+
 def test_an_operator_without_its_function(own: Path, tmp_path: Path) -> None:
     (own / "operators/mine.py").write_text("def choose(scores, n, allowed): ...\ndef search(model): ...\n")
     with pytest.raises(UserError, match=r"stages/operators/mine.py: defines no function `solve`"):

@@ -74,15 +74,18 @@ TYPES: dict[str, tuple[type, ...]] = {
 
 
 def options(package: str, name: str, functions: Sequence[str]) -> dict[str, Option]:
-    """The options of a criterion or operator: the keyword-only parameters of the first function of `functions` that its
-    module defines, read without importing it.
+    """The options of a criterion or operator: the keyword-only parameters of the one of `functions` that its module
+    defines, read without importing it.
+
+    Raises UserError when the module defines none of them, or more than one.
     """
     module = ast.parse((ROOT / package / f"{name}.py").read_text(encoding="utf-8"))
-    for node in module.body:
-        if isinstance(node, ast.FunctionDef) and node.name in functions:
-            arguments = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
-            return {a.arg: Option(ast.unparse(a.annotation or ast.Name("")), d is None) for a, d in arguments}
-    raise UserError(f"stages/{package}/{name}.py: defines no function `{'` or `'.join(functions)}`")
+    defined = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name in functions]
+    if len(defined) != 1:
+        found = f"{len(defined)} functions" if defined else "no function"
+        raise UserError(f"stages/{package}/{name}.py: defines {found} `{'` or `'.join(functions)}`; it needs one")
+    arguments = zip(defined[0].args.kwonlyargs, defined[0].args.kw_defaults, strict=True)
+    return {a.arg: Option(ast.unparse(a.annotation or ast.Name("")), d is None) for a, d in arguments}
 
 
 def _explain(path: Path, item: Any) -> str:

@@ -71,8 +71,8 @@ def read_bridges(folder: Path, description: dict[str, Any]) -> dict[Segment, Bri
         raise UserError(f"{file}: has tensors of {sorted(segment.name for segment in bridges)}, expected of {names}")
     for segment, bridge in bridges.items():
         faults = bridge.faults(description["base"]["hidden_size"])
-        if bridge.is_operator != description["operators"]:
-            faults.append(f"{DESCRIPTION} says operators: {description['operators']}")
         if faults:
             raise UserError(f"{file}: {segment.name}: {'; '.join(faults)}")
+    if any(bridge.is_operator for bridge in bridges.values()) != description["operators"]:
+        raise UserError(f"{file}: not what {DESCRIPTION} says, operators: {description['operators']}")
     return bridges
