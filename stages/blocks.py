@@ -9,10 +9,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from stages.base.decoder import (
-    decoder_layers,
     decoder_stack,
     execution_device,
     input_device,
+    layer_at_cut,
     layers_removed,
     residual_states,
 )
@@ -60,10 +60,13 @@ def fit(
             f"{tokens} calibration tokens are too few to solve operators for {len(gram)} channels from; use more "
             f"(text.calibration.selection_sequences, text.calibration.seqlen)"
         )
-    return {
-        block: solution(grams[block.start], cross, FRACTION * mean_diagonal(grams[block.start]))
-        for block, cross in crosses.items()
-    }
+    changes: dict[Segment, Tensor] = {}
+    for start, gram in tqdm(grams.items(), desc="operators", leave=False):
+        own = [block for block in blocks if block.start == start]
+        # All blocks of one start in one solve, their sums let go, so that those of many need not be held beside it.
+        target = torch.cat([crosses.pop(block) for block in own], dim=1)
+        changes |= zip(own, solution(gram, target, FRACTION * mean_diagonal(gram)).chunk(len(own), dim=1), strict=True)
+    return changes
 
 
 @torch.no_grad()
@@ -112,12 +115,10 @@ def bridged_nll(model: PreTrainedModel, sequences: Sequence[Sequence[int]], chan
     removed = [layer for block in changes for layer in range(*block)]
     attached = []
     with layers_removed(model, removed):
-        layers = decoder_layers(model)
         try:
             for block, change in changes.items():
-                following = block.end - sum(layer < block.end for layer in removed)
-                name = BEFORE if following < len(layers) else AFTER
-                layer = layers[min(following, len(layers) - 1)]
+                layer, follows = layer_at_cut(model, block.end, removed)
+                name = BEFORE if follows else AFTER
                 operator = BoundaryOperator(len(change))
                 operator.change.data = change
                 operator.to(device=execution_device(layer), dtype=next(layer.parameters()).dtype)

@@ -5,8 +5,10 @@ Reads the model, the row's adapter ``data/patch/<key>/``, and for the model card
 ``trust_remote_code`` runs and the fingerprints that it checks. No stage of the pipeline: the folder is nobody's input.
 """
 
+import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,17 +16,19 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from stages import modeling_ghosted
-from stages.base.checkpoint import from_pretrained, load_tokenizer, load_weights
+from stages.base.checkpoint import SOURCE, from_pretrained, load_tokenizer, load_weights
 from stages.base.decoder import input_device
 from stages.model_card import model_card
 from stages.modeling_ghosted import FINGERPRINTS, FORMAT
 from stages.project import params
-from stages.project.artifacts import read_json, sha256, write_json, writing
+from stages.project.artifacts import read_json, read_table, sha256, write_json, writing
 from stages.project.errors import UserError, run
-from stages.project.keys import parse_row
-from stages.project.paths import export_folder, patch_folder
+from stages.project.keys import Row, parse_row
+from stages.project.paths import export_folder, model_folder, patch_folder, select_file
+from stages.project.schemas import SELECT
+from stages.project.sections import Params
 from stages.recovered import boundary_operator
-from stages.recovered.adapter import read_description
+from stages.recovered.adapter import read_bridges, read_description
 from stages.recovered.boundary_operator import BoundaryOperator
 from stages.recovered.patched import load_row
 
@@ -41,8 +45,10 @@ def main() -> None:
     settings = params.load()
     params.check_name("params.yaml: the rows of grid", row.key, [declared.key for declared in settings.rows()])
     source = settings.models[row.model]
+    check_current(row, settings)
     description = None if row.dense else read_description(patch_folder(row))
-    card = model_card(row, settings, description)
+    bridges = read_bridges(patch_folder(row), description) if description else {}
+    card = model_card(row, settings, description, {name for bridge in bridges.values() for name in bridge.parts()})
     tokenizer = load_tokenizer(row.model, source.trust_remote_code)
     model, _ = load_row(row, settings)
     with writing(export_folder(row)) as folder:
@@ -53,6 +59,26 @@ def main() -> None:
         del model
         check(folder, expected, tokenizer)
     print(f"{row.key}: {export_folder(row)}")
+
+
+def check_current(row: Row, settings: Params) -> None:
+    """Raise UserError unless a row's base and removed layers are those that params.yaml says now.
+
+    DVC is not asked here, as it is before a stage; the adapter itself is checked when it is loaded.
+    """
+    model, source = settings.models[row.model], read_json(model_folder(row.model) / SOURCE)
+    wanted: dict[str, Any] = {kind: place for kind in ("gguf", "path", "id") if (place := getattr(model, kind))}
+    found = {source["kind"]: source["location"]}
+    if model.revision:
+        wanted["revision"], found["revision"] = model.revision, source.get("revision")
+    checks = [(model_folder(row.model), found, wanted)]
+    if not row.dense:
+        selection = read_table(select_file(row), SELECT)
+        options = json.loads(selection["criterion_options"].iloc[0])
+        checks.append((select_file(row), options, settings.select[row.criterion]))
+    for path, was, now in checks:
+        if was != now:
+            raise UserError(f"{path}: made with {was}, params.yaml says {now}; run `dvc repro`")
 
 
 def export(model: PreTrainedModel, folder: Path, operator_dtype: str | None) -> None:

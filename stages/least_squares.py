@@ -11,12 +11,6 @@ def mean_diagonal(gram: Tensor) -> float:
     return (gram.trace() / len(gram)).item()
 
 
-def check_ridge(name: str, ridge: float) -> None:
-    """Raise UserError unless a ridge, or a fraction that makes one, set as `name`, is finite and not negative."""
-    if not 0 <= ridge < float("inf"):
-        raise UserError(f"{name} = {ridge}: must be a finite number, at least 0")
-
-
 def conditioned(gram: Tensor, ridge: float) -> bool:
     """Whether a solution by G + ridge I does not hang on rounding; `gram` is [C, C].
 

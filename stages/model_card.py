@@ -1,6 +1,7 @@
 """The model card of an exported row: how it was made, what it measured, how to load it."""
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 from stages.project.keys import NONE, Row
@@ -13,8 +14,11 @@ from stages.reporting.document import comparison, reading, settings_of
 PAPER = "https://arxiv.org/abs/2605.15491"
 
 
-def model_card(row: Row, settings: Params, description: dict[str, Any] | None) -> str:
-    """The card as Markdown with a YAML header. `description` is that of the adapter, None for the dense row."""
+def model_card(row: Row, settings: Params, description: dict[str, Any] | None, bridged_by: Collection[str]) -> str:
+    """The card as Markdown with a YAML header.
+
+    `description` is that of the adapter, None for the dense row; `bridged_by` names the fields that its bridges have.
+    """
     model = settings.models[row.model]
     header = ["library_name: transformers", "pipeline_tag: text-generation"]
     header += [f"base_model: {model.id}"] if model.id else []
@@ -24,7 +28,7 @@ def model_card(row: Row, settings: Params, description: dict[str, Any] | None) -
     if description is None:
         parts.append(f"The dense model {base}, as it was evaluated. Its licence is the original's.")
     else:
-        parts += _recipe(row, base, description)
+        parts += _recipe(row, base, description, bridged_by)
     parts += ["## Load it", _loading(bool(description and description["operators"]))]
     parts += ["## Measured", *_measured(row, settings)]
     if description is not None:
@@ -34,21 +38,24 @@ def model_card(row: Row, settings: Params, description: dict[str, Any] | None) -
     return "\n\n".join(parts) + "\n"
 
 
-def _recipe(row: Row, base: str, description: dict[str, Any]) -> list[str]:
+def _recipe(row: Row, base: str, description: dict[str, Any], bridged_by: Collection[str]) -> list[str]:
     removed = ", ".join(map(str, description["removed_layers"]))
     calibration = description["calibration"]
     parts = [
         f"{base} without {row.n} of its {description['base']['num_hidden_layers']} decoder layers ({removed}; "
         f"criterion `{row.criterion}`). Its licence is the base model's."
     ]
-    solved = (
-        f"solved in closed form from {calibration['tokens']:,} tokens of {calibration['corpus']}, without training "
-        f"(`{row.operator}`, in the framework of *Ghosted Layers*, {PAPER})"
-    )
+    done = []
+    if "down_projection" in bridged_by:
+        done.append("The down projection of the layer before a cut is a new one.")
     if description["operators"]:
-        parts.append(f"At each cut one linear operator x → x + x M acts on the residual stream, {solved}.")
-    elif description["bridged"]:
-        parts.append(f"The down projection of the layer before each cut is a new one, {solved}.")
+        terms = [term for part, term in (("change", "x M"), ("reduce", "x A B"), ("bias", "b")) if part in bridged_by]
+        done.append(f"At a cut one operator x → {' + '.join(['x', *terms])} acts on the residual stream.")
+    if done:
+        parts.append(
+            f"{' '.join(done)} Solved in closed form from {calibration['tokens']:,} tokens of {calibration['corpus']}, "
+            f"without training (`{row.operator}`, in the framework of *Ghosted Layers*, {PAPER})."
+        )
     if not description["operators"]:
         parts.append("It needs no operator at inference: its architecture is the stock one.")
     return parts

@@ -20,7 +20,7 @@ from stages.reporting.document import document, summary
 from stages.reporting.measures import mean_perplexity
 from stages.reporting.pairs import comparisons
 
-LINES = len(pictures.COLOURS)
+LINES = 6
 """Most operators in one panel of the picture of perplexity against n."""
 ALWAYS = ("none", "ghost")
 """Operators that it shows wherever the grid has them."""

@@ -8,7 +8,6 @@ and the diagnostics, ``data/solve/<key>.parquet``.
 import importlib
 import json
 from collections.abc import Callable
-from functools import reduce
 from typing import Any
 
 import pandas as pd
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from stages.base.device import float64_device, forward_device
 from stages.boundaries import Segment, pieces, runs
-from stages.bridge import Bridge, solved
+from stages.bridge import Bridge, identity, solved
 from stages.diagnostics import antisymmetric_share, residual, token_residual
 from stages.project import params
 from stages.project.artifacts import REMEDY, read_table, read_tensors, write_table, write_tensors
@@ -28,6 +27,8 @@ from stages.project.schemas import SELECT, SOLVE
 from stages.sums import BoundarySums, from_tensors
 
 Operator = Callable[..., Bridge | Tensor | None]
+
+RUNS_ONLY = "a new down projection is solved for a whole run of removed layers; it needs collect.boundary: run"
 
 
 def main() -> None:
@@ -41,7 +42,7 @@ def main() -> None:
     tensors, metadata = read_tensors(collect_file(row))
     removed = runs(selection["layer"])
     try:
-        sums = from_tensors(tensors, metadata.get("no_mlp", ""))
+        sums = from_tensors(tensors, metadata.get("no_mlp", "") if metadata["boundary"] == "run" else RUNS_ONLY)
         needed = {*removed, *(piece for cut in removed for piece in pieces(cut, metadata["boundary"]))}
         sums = {segment: sums[segment].to(device) for segment in sorted(needed)}
     except (KeyError, ValueError) as error:
@@ -68,18 +69,20 @@ def solve(
 ) -> dict[Segment, Bridge]:
     """What bridges every removed run, float64 on the sums' device; empty where `operator` gives none.
 
-    With boundary `layer`, W is the product of one operator per removed layer, in the order of the layers. Raises
+    With boundary `layer`, one per removed layer, applied one after the other, in the order of the layers. Raises
     UserError when an operator cannot be solved or is not finite, naming the layers.
     """
     found = {}
     for cut in removed:
-        parts = []
+        parts = {}
         for piece in pieces(cut, boundary):
             try:
-                parts.append(operator(sums[piece], **options))
+                part = operator(sums[piece], **options)
             except UserError as error:
                 raise UserError(f"layers [{piece.start}, {piece.end}): {error}") from error
-        bridge = _joined([part for part in parts if part is not None], cut)
+            if part is not None:
+                parts[piece] = part if isinstance(part, Bridge) else Bridge.of_matrix(part)
+        bridge = _joined(parts, cut)
         if bridge is not None:
             faults = bridge.faults(len(sums[cut].gram))
             if faults:
@@ -88,16 +91,26 @@ def solve(
     return found
 
 
-def _joined(parts: list[Bridge | Tensor], cut: Segment) -> Bridge | None:
-    if len(parts) == 1 and isinstance(parts[0], Bridge):
-        return parts[0]
-    matrices = [part for part in parts if isinstance(part, Tensor)]
-    if len(matrices) < len(parts):
-        raise UserError(
-            f"layers [{cut.start}, {cut.end}): this operator is more than one matrix, and there is no product of "
-            f"several; it needs collect.boundary: run"
-        )
-    return Bridge.of_matrix(reduce(torch.matmul, matrices)) if matrices else None
+def _joined(parts: dict[Segment, Bridge], cut: Segment) -> Bridge | None:
+    """What bridges a cut: the one part, or what x -> x W + b of each part makes one after the other."""
+    if len(parts) < 2:
+        return next(iter(parts.values()), None)
+    matrix = bias = None
+    for bridge in parts.values():
+        if bridge.down_projection is not None:
+            raise UserError(f"layers [{cut.start}, {cut.end}): {RUNS_ONLY}")
+        factor = bridge.matrix()
+        if factor is not None:
+            matrix = factor if matrix is None else matrix @ factor
+            bias = bias if bias is None else bias @ factor
+        if bridge.bias is not None:
+            bias = bridge.bias if bias is None else bias + bridge.bias
+    chosen = {
+        f"{name} [{piece.start}, {piece.end})": value
+        for piece, bridge in parts.items()
+        for name, value in bridge.chosen.items()
+    }
+    return Bridge(change=None if matrix is None else matrix - identity(matrix), bias=bias, chosen=chosen)
 
 
 def diagnostics(

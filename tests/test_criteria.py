@@ -80,12 +80,6 @@ def test_angular_takes_the_block_of_the_least_angle() -> None:
     assert choose("angular", scores, 3, {**free, "tokens": "last"}) == [5, 6, 7]
 
 
-@pytest.mark.parametrize("tokens", ["first", "", "angular"])
-def test_angular_of_other_tokens(tokens: str) -> None:
-    with pytest.raises(UserError, match=f"select.angular.tokens = '{tokens}': must be one of last, all"):
-        choose("angular", angles_of(angular={}, angular_last={}), 3, {**PROTECT, "tokens": tokens})
-
-
 @pytest.mark.parametrize("layers", [[1, 2, 6], [6, 1, 2]], ids=str)
 def test_explicit_takes_what_it_is_told(layers: list[int]) -> None:
     assert choose("explicit", scores_of(8, {}), 3, {**PROTECT, "layers": layers}) == [1, 2, 6]

@@ -55,9 +55,9 @@ def test_pairs_csv_recomputed():
         line = found.loc[(*sides, "perplexity", on)]
         assert line["difference"] == pytest.approx(gap.mean())
         assert line["stderr"] == pytest.approx(gap.std(ddof=1) / math.sqrt(6))
-        # All windows agree, so no resample can turn the sign.
+        # All six windows agree, so no resample can turn the sign.
         assert (gap > 0).all()
-        assert line["p"] == 2 / 10_001
+        assert line["p"] == 2**-5
     line = found.loc[(*sides, "perplexity", "mean")]
     assert line["difference"] == pytest.approx(np.mean(gaps))
     assert line["stderr"] == pytest.approx(math.hypot(*(gap.std(ddof=1) / math.sqrt(6) for gap in gaps)) / 2)
@@ -96,6 +96,22 @@ def test_a_single_pruned_row_is_in_no_pair():
     assert csv("pairs").empty
     assert "pairs.csv" not in text()
     assert bold_cells(text()) == []
+
+
+def test_the_mean_of_tasks_is_no_lead_where_all_questions_together_say_otherwise():
+    rows = [Row("pico", "streamline", 7, operator) for operator in ("ghost", "none")]
+    results = Results([Row("pico"), *rows], [], ["copa", "hellaswag"], [7])
+    # One is right 8 times of 10 where the other is 1 time, and 60 of 400 times fewer.
+    right = [(np.arange(10) < 8, np.arange(400) < 200), (np.arange(10) < 1, np.arange(400) < 260)]
+    for row, hits in zip(rows, right, strict=True):
+        frames = [pd.DataFrame({"correct": of_task, "correct_norm": of_task}) for of_task in hits]
+        results.questions[row] = dict(zip(results.tasks, frames, strict=True))
+    compared = compare(results, "pico", 7)["acc", "mean"]
+    (pair,) = compared.values()
+    assert pair.difference.value == pytest.approx((0.7 - 0.15) / 2)
+    assert pair.difference.value > 2 * pair.difference.error
+    assert pair.p == 1
+    assert best(dict(zip(rows, (0.65, 0.375), strict=True)), compared, lambda row: row, lowest=False) == []
 
 
 def test_many_rows_of_one_n_and_what_a_pair_is_whatever_the_others():
@@ -169,7 +185,7 @@ def test_rows_that_are_the_same_model_are_bold_together():
     report.main()
     for column in ("arithmetic mean", "wiki", "boolq acc", "mean acc"):
         marked = [(line["criterion"], line["operator"]) for line in table(text(), column) if "**" in line[column]]
-        assert marked == [("streamline", "ghost"), ("shortgpt", "ghost")]
+        assert marked == [("streamline", "ghost"), ("shortgpt (= streamline)", "ghost")]
     same = csv("pairs").query("operator_a == operator_b")
     assert set(same["operator_a"]) == {"none", "ghost"}
     assert (same["p"] == 1).all()

@@ -12,6 +12,10 @@ from stages.project.sections import Params
 PROFILES = Path(__file__).parent.parent / "profiles"
 NINE = ["arc_easy", "arc_challenge", "hellaswag", "winogrande", "boolq", "openbookqa", "rte", "copa", "race"]
 DEFAULT = yaml.safe_load((PROFILES / "embedded.yaml").read_text())
+NUMBER = "a finite number, at least 0"
+NUMBERS = ("ghost__ridge", "symmetric__ridge", "ghost-affine__ridge", "ghost-lowrank__ridge", "ghost-refit__ridge")
+NUMBERS += ("ghost-refit__fraction", "refit__fraction", "replaceme__fraction")
+COUNTS = ("residual__blocks", "residual__candidates", "perplexity__sequences", "taylor__sequences")
 
 
 def load(tmp_path: Path, **changes: Any) -> Params:
@@ -73,10 +77,13 @@ def test_the_paper_s_grid() -> None:
         ({"solve__ghost": {"rigde": 1.0}}, r"solve.ghost: 'rigde' is unknown \(did you mean 'ridge'"),
         ({"solve__diag": {"ridge": 1.0}}, "solve.diag: 'ridge' is unknown; available: none"),
         ({"select__streamline": {"protect_first": 1}}, "select.streamline.protect_last: missing"),
-        ({"solve__ghost": {}}, "solve.ghost.ridge: missing; needs a value of type float"),
-        ({"solve__ghost__ridge": "small"}, "solve.ghost.ridge = 'small': must be of type float"),
-        ({"solve__ghost__ridge": True}, "solve.ghost.ridge = True: must be of type float"),
-        ({"select__shortgpt__protect_first": 0.5}, "select.shortgpt.protect_first = 0.5: must be of type int"),
+        ({"solve__ghost": {}}, "solve.ghost.ridge: missing; it must be a finite number, at least 0"),
+        ({"solve__ghost__ridge": "small"}, "solve.ghost.ridge = 'small': must be a finite number, at least 0"),
+        ({"solve__ghost__ridge": True}, "solve.ghost.ridge = True: must be a finite number, at least 0"),
+        (
+            {"select__shortgpt__protect_first": 0.5},
+            "select.shortgpt.protect_first = 0.5: must be a whole number, at least 0",
+        ),
         ({"text__perplexity__corpora": ["wiki", "wiki"]}, "text.perplexity.corpora: 'wiki' is listed twice"),
         ({"grid__models": ["llama-3.1"]}, "grid.models: 'llama-3.1' cannot name a file"),
         ({"select__streamline__protect_last": -1}, "select.streamline.protect_last = -1"),
@@ -100,7 +107,7 @@ def test_the_paper_s_grid() -> None:
         ({"corpora__wiki__format": "xml"}, "corpora.wiki.format = 'xml'"),
         ({"grid__tasks": ["a/b"]}, "grid.tasks: 'a/b' cannot name a file"),
         *(
-            ({"select__explicit__layers": value}, f"select.explicit.layers = {shown}: must be of type list.int")
+            ({"select__explicit__layers": value}, f"select.explicit.layers = {shown}: must be a list of whole numbers")
             for value, shown in (
                 (12, "12"),
                 ("12", "'12'"),
@@ -113,13 +120,24 @@ def test_the_paper_s_grid() -> None:
             )
         ),
         *(
-            ({"solve__ghost-ridge__fraction": value}, f"ghost-ridge.fraction = {shown}: must be of type float . str")
-            for value, shown in ((True, "True"), ([0.1], r".0.1."), (None, "None"), ({}, "{}"))
+            ({"solve__ghost-ridge__fraction": value}, f"ghost-ridge.fraction = {shown}: must be {NUMBER}, or 'auto'")
+            for value, shown in (
+                *((True, "True"), ([0.1], r".0.1."), (None, "None"), ({}, "{}")),
+                *(("best", "'best'"), (-1, "-1"), (float("inf"), "inf"), (float("nan"), "nan")),
+            )
         ),
-        ({"solve__ghost-ridge": {}}, "ghost-ridge.fraction: missing; needs a value of type float . str"),
-        ({"solve__ghost-lowrank__rank": 2.5}, "ghost-lowrank.rank = 2.5: must be of type int"),
-        ({"select__angular__tokens": 1}, "select.angular.tokens = 1: must be of type str"),
-        ({"select__perplexity__method": ["once"]}, r"select.perplexity.method = .'once'.: must be of type str"),
+        ({"solve__ghost-ridge": {}}, f"ghost-ridge.fraction: missing; it must be {NUMBER}, or 'auto'"),
+        *(
+            ({"solve__ghost-lowrank__rank": value}, f"ghost-lowrank.rank = {value}: must be a whole number, at least 1")
+            for value in (2.5, 0, -1, True)
+        ),
+        *(({f"solve__{name}": value}, f"must be {NUMBER}") for name in NUMBERS for value in (-1, float("nan"), "auto")),
+        *(
+            ({f"select__{name}": 0}, f"{name.replace('__', '.')} = 0: must be a whole number, at least 1")
+            for name in COUNTS
+        ),
+        ({"select__angular__tokens": "first"}, "select.angular.tokens = 'first': must be 'last' or 'all'"),
+        ({"select__perplexity__method": ["once"]}, r"select.perplexity.method = .'once'.: must be 'greedy' or 'once'"),
         ({"collect__mlp": 1}, "collect.mlp = 1"),
         ({"collect": {"boundary": "run"}}, "collect.mlp: missing"),
     ],
@@ -228,10 +246,10 @@ def test_options_of_a_criterion_of_one_s_own(function: str, own: Path, tmp_path:
     assert loaded() == given
     assert loaded(kind="auto")["kind"] == "auto"
     for changes, message in (
-        ({"weight": "left out"}, "select.mine.weight: missing; needs a value of type float"),
-        ({"protect_last": "left out"}, "select.mine.protect_last: missing; needs a value of type int"),
-        ({"layers": 2}, "select.mine.layers = 2: must be of type list.int."),
-        ({"kind": [1]}, "select.mine.kind = .1.: must be of type float . str"),
+        ({"weight": "left out"}, "select.mine.weight: missing; it must be a number"),
+        ({"protect_last": "left out"}, "select.mine.protect_last: missing; it must be a whole number"),
+        ({"layers": 2}, "select.mine.layers = 2: must be a list of whole numbers"),
+        ({"kind": [1]}, "select.mine.kind = .1.: must be a number, or a string"),
         ({"wieght": 1.0}, r"select.mine: 'wieght' is unknown \(did you mean 'weight'"),
     ):
         with pytest.raises(UserError, match=message):

@@ -51,6 +51,8 @@ METHODS = {
     ("refit", None): 56.6,
 }
 """Perplexity by operator and rank, on streamline's seven layers."""
+BLOCKS = {5: ((14, 19), 47.3), 9: ((2, 11), 88.4)}
+"""By n the block that `residual` takes, and the perplexity with `ghost` in its place."""
 GHOST_REFIT = 53.3
 """The same of `ghost-refit`, with a ridge of another form."""
 
@@ -150,6 +152,19 @@ def test_other_operators(stage: Any, method: tuple[str, int | None]) -> None:
 def test_ghost_refit_is_the_best(stage: Any) -> None:
     found = solve_with(stage, Row("smollm2", "streamline", 7, "ghost-refit"), "run")
     assert found < 1.005 * GHOST_REFIT < PERPLEXITY["streamline", 7, "ghost"]
+
+
+@pytest.mark.parametrize("n", BLOCKS)
+def test_the_block_that_an_operator_reconstructs_best(stage: Any, n: int) -> None:
+    row = Row("smollm2", "residual", n, "ghost")
+    # One block, by its residual alone.
+    edit(select={"residual": {"protect_first": 1, "protect_last": 1, "blocks": 1, "candidates": 1}})
+    edit(collect={"boundary": "run", "mlp": True})
+    for main in (select.main, collect.main, solve.main, patch.main, eval_ppl.main):
+        stage(main, row)
+    (start, end), expected = BLOCKS[n]
+    assert pd.read_parquet(select_file(row))["layer"].tolist() == list(range(start, end))
+    assert perplexity(row) == pytest.approx(expected, rel=0.005)
 
 
 def test_one_operator_per_removed_layer(stage: Any) -> None:

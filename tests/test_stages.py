@@ -421,6 +421,14 @@ def test_export_after_another_dtype(project, fails):
         ({"patch__operator_dtype": "float32"}, "operator_dtype was model, is now float32"),
         ({"text__calibration__seed": 1}, "'seed': 0}, is now"),
         ({"collect__boundary": "layer"}, "boundary was run, is now layer"),
+        (
+            {"select__streamline": {"protect_first": 0, "protect_last": 1}},
+            r"made with {'protect_first': 1, 'protect_last': 1}, params.yaml says {'protect_first': 0, ",
+        ),
+        (
+            {"models": {"tiny": {"path": "elsewhere", "dtype": "float32"}}},
+            "data/model/tiny: made with {'path': 'checkpoint'}, params.yaml says {'path': 'elsewhere'}",
+        ),
     ],
     ids=str,
 )

@@ -50,6 +50,16 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     return cast(nn.ModuleList, model.get_submodule(LAYERS[model.config.model_type]))
 
 
+def layer_at_cut(model: PreTrainedModel, end: int, removed: Collection[int]) -> tuple[nn.Module, bool]:
+    """The layer of `model`, without `removed` layers, that was `end` or the first one left after it, and True.
+
+    Where none is left there, the last layer and False. Layers are numbered as before the removal.
+    """
+    layers = decoder_layers(model)
+    following = end - sum(layer < end for layer in removed)
+    return layers[min(following, len(layers) - 1)], following < len(layers)
+
+
 def decoder_stack(model: PreTrainedModel) -> nn.Module:
     """`model` without its language-model head: embeddings, decoder layers, final norm."""
     return cast(nn.Module, model.get_submodule(LAYERS[model.config.model_type].rpartition(".")[0]))

@@ -98,6 +98,11 @@ def float64_device(device: torch.device) -> torch.device:
     return device
 
 
+def exact(values: Tensor) -> Tensor:
+    """`values` in float64, on their device if it computes in it, else on the host."""
+    return values.to(float64_device(values.device)).double()
+
+
 def batch_tokens() -> int:
     """Tokens in one forward pass, at least one sequence. Raises UserError when the variable is not a whole number."""
     text = os.environ.get("GHOSTED_BATCH_TOKENS", str(DEFAULT_BATCH_TOKENS))

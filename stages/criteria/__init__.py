@@ -4,22 +4,12 @@ A module defines one of two functions. ``choose(scores, n, allowed, *, option, .
 (columns of ``stages.project.schemas.SCORE``) alone; ``search(model, calibration, n, allowed, *, option, ...)`` by what
 it computes with the model and the token ids of the calibration sequences that layers are selected from. Both return the
 indices of n removed layers, all within the range `allowed`, which has at least n layers. Their keyword-only parameters
-are the criterion's options in ``params.yaml``, under ``select.<name>``, beside ``protect_first`` and ``protect_last``,
-from which the stage makes `allowed`. A new criterion is one new module, named in ``params.yaml``.
+are the criterion's options in ``params.yaml``, under ``select.<name>``, their annotations what these may be
+(:mod:`stages.project.options`), beside ``protect_first`` and ``protect_last``, from which the stage makes `allowed`. A
+new criterion is one new module, named in ``params.yaml``.
 """
 
-from collections.abc import Sequence
-
 import pandas as pd
-
-from stages.project.errors import UserError
-
-
-def first_sequences(calibration: Sequence[Sequence[int]], sequences: int, criterion: str) -> Sequence[Sequence[int]]:
-    """The first `sequences` calibration sequences, all if there are fewer. Raises UserError for a number under 1."""
-    if sequences < 1:
-        raise UserError(f"params.yaml: select.{criterion}.sequences = {sequences}: must be at least 1")
-    return calibration[:sequences]
 
 
 def best_block(scores: pd.DataFrame, n: int, allowed: range, value: "pd.Series[float]") -> list[int]:

@@ -6,6 +6,7 @@ import pandas as pd
 from transformers import PreTrainedModel
 
 from stages.base.decoder import linear_maps, whole_weight
+from stages.base.device import exact
 from stages.criteria import lowest
 
 
@@ -16,7 +17,7 @@ def search(model: PreTrainedModel, _calibration: Sequence[Sequence[int]], n: int
     `protect_last`. Ties go to the lower index.
     """
     sums = {
-        layer: sum(whole_weight(module).double().abs().sum().item() for module in linear_maps(model, layer))
+        layer: sum(exact(whole_weight(module)).abs().sum().item() for module in linear_maps(model, layer))
         for layer in allowed
     }
     return lowest(pd.Series(sums), n)

@@ -1,6 +1,7 @@
 """The layers without which the perplexity of calibration text stays lowest: SLEB, and Shortened LLaMA's PPL."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import pandas as pd
 import torch
@@ -9,11 +10,9 @@ from transformers import PreTrainedModel
 
 from stages.base.decoder import layers_removed
 from stages.base.device import batch_tokens
-from stages.criteria import first_sequences, lowest
+from stages.criteria import lowest
 from stages.likelihood import window_nll
-from stages.project.errors import UserError
-
-METHODS = ("greedy", "once")
+from stages.project.options import Count
 
 
 @torch.no_grad()
@@ -23,27 +22,23 @@ def search(
     n: int,
     allowed: range,
     *,
-    method: str,
-    sequences: int,
+    method: Literal["greedy", "once"],
+    sequences: Count,
 ) -> list[int]:
     """N layers of `allowed`, by the perplexity of the first `sequences` calibration sequences without them.
 
     `greedy` (SLEB, arXiv 2402.09025): one after the other, each time the layer without which, and without those gone
     before, the perplexity is lowest. `once` (Shortened LLaMA, arXiv 2402.02834): the n layers that are lowest alone.
-    Ties go to the lower index. Raises UserError when `method` is neither.
+    Ties go to the lower index.
     """
-    if method not in METHODS:
-        raise UserError(f"params.yaml: select.perplexity.method = {method!r}: must be one of {', '.join(METHODS)}")
-    text = first_sequences(calibration, sequences, "perplexity")
     removed: list[int] = []
     steps = tqdm(total=sum(len(allowed) - step for step in range(n if method == "greedy" else 1)), leave=False)
     while len(removed) < n:
         values = {}
         for layer in set(allowed) - set(removed):
             with layers_removed(model, [*removed, layer]):
-                values[layer] = sum(
-                    window_nll(model, text, batch_tokens(), f"calibration, without layers {[*removed, layer]}")
-                )
+                what = f"calibration, without layers {[*removed, layer]}"
+                values[layer] = sum(window_nll(model, calibration[:sequences], batch_tokens(), what))
             steps.update()
         removed += lowest(pd.Series(values), 1 if method == "greedy" else n)
     return removed

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 from stages.blocks import best_sets, bridged_nll, fit, residuals, split
 from stages.boundaries import Segment
 from stages.project.errors import UserError
+from stages.project.options import Count
 
 
 def search(
@@ -15,8 +16,8 @@ def search(
     n: int,
     allowed: range,
     *,
-    blocks: int,
-    candidates: int,
+    blocks: Count,
+    candidates: Count,
 ) -> list[int]:
     """N layers of `allowed`, as one to `blocks` contiguous blocks, that `ghost` operators W reconstruct best.
 
@@ -28,11 +29,8 @@ def search(
     its operators in place. Ties go to fewer blocks, then to the lower layers.
 
     Memory grows with the number of blocks that are tried: those of n layers, with `blocks` above 1 of 1 to n layers.
-    Raises UserError when an option is under 1, or when there are too few sequences to hold any out.
+    Raises UserError when there are too few sequences to hold any out.
     """
-    for name, value in (("blocks", blocks), ("candidates", candidates)):
-        if value < 1:
-            raise UserError(f"params.yaml: select.residual.{name} = {value}: must be at least 1")
     solved_from, held_out = split(calibration)
     if not held_out:
         raise UserError(

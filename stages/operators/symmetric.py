@@ -4,11 +4,12 @@ import torch
 from torch import Tensor
 
 from stages.bridge import identity
-from stages.least_squares import check_conditioning, check_ridge, mean_diagonal
+from stages.least_squares import check_conditioning, mean_diagonal
+from stages.project.options import NotNegative
 from stages.sums import BoundarySums
 
 
-def solve(sums: BoundarySums, *, ridge: float) -> Tensor:
+def solve(sums: BoundarySums, *, ridge: NotNegative) -> Tensor:
     """The symmetric W with the least ||X_pre W - X_post||^2 + ridge ||W - I||^2, [C, C] float64.
 
     It solves the Lyapunov equation G W + W G = B + B^T, G = X_pre^T X_pre + ridge I, B = X_pre^T X_post + ridge I: in
@@ -16,7 +17,6 @@ def solve(sums: BoundarySums, *, ridge: float) -> Tensor:
     (W = H diag(d) H^T for orthonormal H) has a lower residual, as Ghosted Layers (arXiv 2605.15491, Theorem 4.1) uses.
     Raises UserError as `ghost` does.
     """
-    check_ridge("solve.symmetric.ridge", ridge)
     larger = f"{1e-4 * mean_diagonal(sums.gram):.1e}"
     check_conditioning(sums.gram, ridge, sums.tokens, f"solve.symmetric.ridge = {ridge:g}", larger)
     values, vectors = torch.linalg.eigh(sums.gram)

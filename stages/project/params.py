@@ -4,12 +4,11 @@ A stage's DVC ``params`` name only the keys it uses; all of the file is checked 
 an unknown name stops the first stage that runs, not the one that would need it an hour later.
 """
 
-import ast
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from pydantic import ValidationError
 from ruamel.yaml import YAML
@@ -17,6 +16,7 @@ from ruamel.yaml.error import YAMLError
 
 from stages.project.errors import UserError
 from stages.project.keys import DENSE
+from stages.project.options import PROTECTION, Option, declared
 from stages.project.sections import Params
 
 PARAMS = Path("params.yaml")
@@ -54,38 +54,6 @@ def load(path: Path = PARAMS) -> Params:
 def available(package: str) -> list[str]:
     """Names of the criteria or operators: the modules of ``stages/criteria`` or ``stages/operators``."""
     return sorted(file.stem for file in (ROOT / package).glob("*.py") if not file.stem.startswith("_"))
-
-
-class Option(NamedTuple):
-    """An option of a criterion or operator: its type, by name, and whether it must be given."""
-
-    type: str
-    required: bool
-
-
-TYPES: dict[str, tuple[type, ...]] = {
-    "float": (int, float),
-    "int": (int,),
-    "str": (str,),
-    "bool": (bool,),
-    "float | str": (int, float, str),
-    "list[int]": (list,),
-}
-
-
-def options(package: str, name: str, functions: Sequence[str]) -> dict[str, Option]:
-    """The options of a criterion or operator: the keyword-only parameters of the one of `functions` that its module
-    defines, read without importing it.
-
-    Raises UserError when the module defines none of them, or more than one.
-    """
-    module = ast.parse((ROOT / package / f"{name}.py").read_text(encoding="utf-8"))
-    defined = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name in functions]
-    if len(defined) != 1:
-        found = f"{len(defined)} functions" if defined else "no function"
-        raise UserError(f"stages/{package}/{name}.py: defines {found} `{'` or `'.join(functions)}`; it needs one")
-    arguments = zip(defined[0].args.kwonlyargs, defined[0].args.kw_defaults, strict=True)
-    return {a.arg: Option(ast.unparse(a.annotation or ast.Name("")), d is None) for a, d in arguments}
 
 
 def _explain(path: Path, item: Any) -> str:
@@ -146,9 +114,9 @@ def _check_grid(path: Path, params: Params) -> None:
                 raise UserError(f"{path}: {key}.{name}: missing; give its options, or {{}} if it has none")
         for name, given in section.items():
             check_name(f"{path}: {key}", name, available(package))
-            known = options(package, name, functions)
+            known = declared(ROOT / package / f"{name}.py", functions)
             if package == "criteria":
-                known |= dict.fromkeys(("protect_first", "protect_last"), Option("int", True))
+                known |= dict.fromkeys(("protect_first", "protect_last"), PROTECTION)
             _check_options(f"{path}: {key}.{name}", given, known)
     if DENSE in params.grid.criteria:
         raise UserError(f"{path}: grid.criteria: {DENSE!r} is the name of the unpruned row")
@@ -159,15 +127,10 @@ def _check_options(where: str, given: dict[str, Any], known: dict[str, Option]) 
         check_name(where, name, sorted(known))
     for name, option in known.items():
         if option.required and name not in given:
-            raise UserError(f"{where}.{name}: missing; needs a value of type {option.type}")
+            raise UserError(f"{where}.{name}: missing; it must be {option.words}")
     for name, value in given.items():
-        kind = known[name].type
-        wrong = kind in TYPES and (not isinstance(value, TYPES[kind]) or isinstance(value, bool) != (kind == "bool"))
-        wrong = wrong or (kind == "list[int]" and not all(type(item) is int for item in value))
-        if wrong:
-            raise UserError(f"{where}.{name} = {value!r}: must be of type {kind}")
-        if name.startswith("protect_") and value < 0:
-            raise UserError(f"{where}.{name} = {value}: must be at least 0")
+        if not known[name].allows(value):
+            raise UserError(f"{where}.{name} = {value!r}: must be {known[name].words}")
 
 
 def _check_text(path: Path, params: Params) -> None:

@@ -13,7 +13,14 @@ import torch
 from transformers import PreTrainedModel
 
 from stages.base.checkpoint import SOURCE, load_model
-from stages.base.decoder import decoder_layers, down_projection, execution_device, remove_layers, replace_weight
+from stages.base.decoder import (
+    decoder_layers,
+    down_projection,
+    execution_device,
+    layer_at_cut,
+    remove_layers,
+    replace_weight,
+)
 from stages.boundaries import Segment, runs
 from stages.bridge import Bridge
 from stages.project.artifacts import read_json
@@ -51,16 +58,14 @@ def patch_model(
             replace_weight(module, bridge.down_projection.T.contiguous())
     if removed:
         remove_layers(model, removed)
-    layers = decoder_layers(model)
     for segment, bridge in bridges.items():
         if not bridge.is_operator:
             continue
         operator = boundary_operator(bridge)
-        following = segment.end - sum(layer < segment.end for layer in removed)
-        layer = layers[min(following, len(layers) - 1)]
+        layer, follows = layer_at_cut(model, segment.end, removed)
         dtype = torch.float32 if operator_dtype == "float32" else next(layer.parameters()).dtype
         operator.to(device=execution_device(layer), dtype=dtype)
-        attach(layer, BEFORE if following < len(layers) else AFTER, operator)
+        attach(layer, BEFORE if follows else AFTER, operator)
 
 
 def boundary_operator(bridge: Bridge) -> BoundaryOperator:

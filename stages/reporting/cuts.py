@@ -40,12 +40,13 @@ def diagnostics(results: Results, model: str, n: int) -> Iterable[str]:
         return
     cuts: list[dict[Any, Any]] = [cut for _, cut in solved]
     yield (
-        "Operators, per boundary [start, end): relative residual ‖X_pre W - X_post‖² / ‖X_post‖² on the calibration "
-        "tokens without (W = I) and with the operator, anti-symmetric share of M = W - I, condition number of the "
-        "Gram matrix. Few tokens of massive activation can make up most of both norms: an operator that scales by mean "
+        "Operators, per boundary [start, end): relative residual ‖X_pre W + b - X_post‖² / ‖X_post‖² on the "
+        "calibration tokens without (W = I, b = 0) and with what is put at the cut, X_pre being what a new down "
+        "projection makes of it where there is one; anti-symmetric share of M = W - I; condition number of the Gram "
+        "matrix. Few tokens of massive activation can make up most of both norms: an operator that scales by mean "
         "ratios may then raise the residual and lower the perplexity all the same. The *token residual* is therefore "
-        "also given: the mean over tokens of each token's own relative residual, in which all count the same. *Chosen* "
-        "are the options that the operator found itself."
+        "also given: the mean over tokens of each token's own relative residual, in which all count the same (the sums "
+        "do not tell it of a new down projection). *Chosen* are the options that the operator found itself."
     )
     yield markdown.table(
         {

@@ -91,8 +91,8 @@ def reading(results: Results) -> Iterable[str]:
             "divided by the row's. *Gap recovered* is the share of what the cut adds to the mean NLL (that of the row "
             "without operator minus the dense row's, averaged over the corpora) which the operator takes away again. "
             "*Parameters* are those of the evaluated model, operators included; *removed* is their share of the dense "
-            "model's that is gone, net of the operators; *extra* are the operators' alone. *Stock architecture*: the "
-            "model needs no operator when it runs."
+            "model's that is gone, net of the operators; *extra* are the operators' alone, each a multiplication and "
+            "an addition per token. *Stock architecture*: the model needs no operator when it runs."
         )
     if results.tasks:
         normed = markdown.listed(results.normed)
@@ -119,8 +119,19 @@ def _marked(
     return markdown.bold(cells, [at for at, row in enumerate(values) if row in winners])
 
 
-def _perplexities(results: Results, rows: list[Row], compared: Comparison) -> str:
+def _labels(results: Results, rows: list[Row]) -> dict[str, list[str]]:
+    """The columns that name the rows; a criterion that removed the layers of one above says so."""
     columns = markdown.row_labels(rows)
+    alike = [row.criterion if row.dense else results.first_alike(row) for row in rows]
+    pairs = zip(rows, columns["criterion"], alike, strict=True)
+    return {
+        **columns,
+        "criterion": [name if row.dense or name == first else f"{name} (= {first})" for row, name, first in pairs],
+    }
+
+
+def _perplexities(results: Results, rows: list[Row], compared: Comparison) -> str:
+    columns = _labels(results, rows)
     for corpus in results.corpora:
         nlls = [mean_nll(results, row, corpus).value for row in rows]
         cells = [markdown.perplexity(perplexity(nll), nll) for nll in nlls]
@@ -143,7 +154,7 @@ def _perplexities(results: Results, rows: list[Row], compared: Comparison) -> st
 
 
 def _accuracies(results: Results, rows: list[Row], compared: Comparison) -> str:
-    columns = markdown.row_labels(rows)
+    columns = _labels(results, rows)
     for task in results.tasks:
         columns[f"{task} acc"] = _accuracy_column(
             results, {row: accuracy(results, row, task, "acc") for row in rows}, compared, ("acc", task)

@@ -78,7 +78,8 @@ def _perplexities(results: Results, rows: list[Row]) -> Comparison:
 def _accuracies(results: Results, rows: list[Row], metric: str) -> Comparison:
     """Differences of the share of right answers, tested on the questions that one of the two rows alone got right.
 
-    The difference of the means is the tasks' average; its test takes the questions of all tasks together.
+    The difference of the means is the tasks' average; its test takes the questions of all tasks together, and p is 1
+    where these do not point the same way, as they may where tasks differ in size.
     """
     tasks = tasks_with(results, metric)
     right = {row: [hits(results, row, task, metric) for task in tasks] for row in rows}
@@ -91,7 +92,8 @@ def _accuracies(results: Results, rows: list[Row], metric: str) -> Comparison:
             found[metric, task][a, b] = Pair(estimate, mcnemar(wins, losses))
         if tasks:
             wins, losses = map(sum, zip(*counts, strict=True))
-            found[metric, MEAN][a, b] = Pair(average(estimates), mcnemar(wins, losses))
+            mean = average(estimates)
+            found[metric, MEAN][a, b] = Pair(mean, mcnemar(wins, losses) if mean.value * (wins - losses) > 0 else 1.0)
     return found
 
 

@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
-# Okabe and Ito's colours, told apart by readers with any common colour blindness.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-MARKERS = ("o", "s", "^", "D", "v", "P")
+# Okabe and Ito's colours, told apart by readers with any common colour blindness, and two darker ones.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#7A5230")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", "*")
 GREY = "#777777"
 
 
@@ -91,6 +91,11 @@ def _cosines(axes: Axes, panel: SimilarityPanel) -> None:
     axes.grid(alpha=0.3)
 
 
+def _style(index: int) -> tuple[str, str]:
+    """Colour and marker of one of several series: pairs repeat long after colours do."""
+    return COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+
+
 def _heading(axes: Axes, title: str, columns: int) -> None:
     """Title and legend side by side above the axes, where they cover no point."""
     axes.set_title(title, fontsize=10, loc="left")
@@ -144,7 +149,7 @@ def _perplexity(axes: Axes, panel: PerplexityPanel) -> None:
         axes.axvline(panel.dense, color="black", linestyle="--", linewidth=1, label="dense")
     operators = list(next(iter(panel.means.values())))
     for index, (criterion, means) in enumerate(panel.means.items()):
-        colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+        colour, marker = _style(index)
         # Criteria beside one another, lest equal perplexities hide each other.
         offset = 0.5 * ((index + 0.5) / len(panel.means) - 0.5)
         heights = [height + offset for height in range(len(means))]
@@ -184,7 +189,8 @@ def _perplexity_by_number(axes: Axes, panel: NumberPanel) -> None:
     axes.set_yscale("log")
     for index, (operator, means) in enumerate(panel.means.items()):
         shown = [mean if math.isfinite(mean) else math.nan for mean in means.values()]
-        axes.plot(list(means), shown, marker=MARKERS[index], color=COLOURS[index], label=operator, markersize=5)
+        colour, marker = _style(index)
+        axes.plot(list(means), shown, marker=marker, color=colour, label=operator, markersize=5)
     top = axes.get_xaxis_transform()
     for n in {n for means in panel.means.values() for n, mean in means.items() if math.isinf(mean)}:
         axes.text(n, 0.99, "> 1.8e308", color=GREY, fontsize=8, ha="center", va="top", transform=top)

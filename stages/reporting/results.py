@@ -75,6 +75,11 @@ class Results:
         """What makes a pruned row the model that it is, whatever the criterion: base, operator and removed layers."""
         return row.model, row.operator, tuple(self.selections[Row(row.model, row.criterion, row.n)])
 
+    def first_alike(self, row: Row) -> str:
+        """The first criterion that removed the same layers as that of `row`: its own, if none did before."""
+        layers = self.selections[Row(row.model, row.criterion, row.n)]
+        return next(name for name, chosen in self.chosen(row.model, row.n).items() if chosen == layers)
+
     def chosen(self, model: str, n: int) -> dict[str, list[int]]:
         """The layers that each criterion removed from `model`, ascending, by criterion."""
         return {row.criterion: layers for row, layers in self.selections.items() if (row.model, row.n) == (model, n)}

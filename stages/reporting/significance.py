@@ -79,6 +79,9 @@ def bootstrap(differences: Sequence[Array], weights: Sequence[Array]) -> Array:
     what was drawn. With B resamples
 
         p = min(1, 2 min((#(D* <= 0) + 1) / (B + 1), (#(D* >= 0) + 1) / (B + 1)))
+
+    but no less than 2^(1 - m), m the number of windows (of all corpora, for the means): the p of a sign test in which
+    all windows agree. Resamples of very few windows cannot know better.
     """
     generators = [np.random.default_rng([SEED, corpus]) for corpus in range(len(weights))]
     counts = np.zeros((2, len(weights) + 1, len(differences[0])))
@@ -92,7 +95,8 @@ def bootstrap(differences: Sequence[Array], weights: Sequence[Array]) -> Array:
         ]
         means = np.stack([*drawn, np.mean(drawn, axis=0)])
         counts += np.count_nonzero([means <= 0, means >= 0], axis=2)
-    p: Array = np.minimum(1, 2 * (counts.min(axis=0) + 1) / (RESAMPLES + 1))
+    windows = np.array([*map(len, weights), sum(map(len, weights))])
+    p: Array = np.clip(2 * (counts.min(axis=0) + 1) / (RESAMPLES + 1), 2.0 ** (1 - windows)[:, None], 1)
     return p
 
 
