@@ -321,3 +321,15 @@ def test_a_new_down_projection_is_one_for_a_whole_run(name: str) -> None:
     sums = {segment: sums_of(*drifted()) for segment in (cut, Segment(2, 3), Segment(3, 4))}
     with pytest.raises(UserError, match=r"layers \[2, 4\): .* whole run .* needs collect.boundary: run"):
         stage.solve(module_of(name).solve, OPTIONS[name], sums, [cut], "layer")
+
+
+@pytest.mark.parametrize("left", [0.0, 1e-9])
+def test_ghost_refit_refuses_what_float32_cannot_hold(left: float) -> None:
+    """A channel that hangs on the MLP alone: what W nearly takes away, the down projection would have to blow up."""
+    pre = normal(4, 50, C)
+    post = pre.clone()
+    post[..., 0] = left * pre[..., 0] + inner_of(pre)[..., 0]
+    with pytest.raises(UserError, match=r"too near to a singular matrix; use a larger solve\.ghost-refit\.ridge"):
+        module_of("ghost-refit").solve(sums_of(pre, post), ridge=0.0, fraction=1e-13)
+    post[..., 0] = 0.1 * pre[..., 0] + inner_of(pre)[..., 0]
+    assert not module_of("ghost-refit").solve(sums_of(pre, post), ridge=0.0, fraction=1e-13).faults(C)

@@ -29,8 +29,10 @@ def solve(sums: BoundarySums, *, ridge: NotNegative, fraction: NotNegative) -> B
     check_conditioning(gram, ridge, sums.tokens, f"solve.ghost-refit.ridge = {ridge:g}", larger)
     change = solution(gram, sums.cross - sums.gram - mlp.pre.T @ wanted, ridge)
     matrix = identity(change) + change
-    # D' undoes what W does, and an adapter keeps float32: two digits of what it computes must be left.
-    if torch.linalg.cond(matrix) * torch.finfo(torch.float32).eps > 1e-2:
+    moved = torch.linalg.solve_ex(matrix.T, (wanted - explained @ change).T).result.T
+    # D' undoes what W does: the layer's output may be far larger than what W makes of it, in an adapter's float32.
+    square = sums.gram.trace() + 2 * (moved * mlp.pre).sum() + (moved * (mlp.gram @ moved)).sum()
+    largest = (square / sums.post_square).sqrt() * torch.linalg.matrix_norm(matrix, 2)
+    if not largest * torch.finfo(torch.float32).eps <= 1e-2:
         raise UserError("W is too near to a singular matrix; use a larger solve.ghost-refit.ridge")
-    extra = wanted - explained @ change
-    return Bridge(change=change, down_projection=mlp.weight + torch.linalg.solve(matrix.T, extra.T).T)
+    return Bridge(change=change, down_projection=mlp.weight + moved)
